@@ -140,14 +140,14 @@ class _Bench:
         spent: dict[Reading, list[_Spent]] = {}
         for _ in range(repeats):
             spent.setdefault("the bus alone", []).append(self._timed(self.by_bus))
-            for way, whole in _AUDITS.items():
-                audit = partial(audit_log, self.bus, self.topics, whole=whole)
+            for way, full in _AUDITS.items():
+                audit = partial(audit_log, self.bus, self.topics, full=full)
                 spent.setdefault(way, []).append(self._timed(audit))
-        reading_s = statistics.median(one.seconds for one in spent["the bus alone"])
-        return [self._figure(way, found, reading_s) for way, found in spent.items()]
+        reading_s = statistics.median(run.seconds for run in spent["the bus alone"])
+        return [self._figure(way, runs, reading_s) for way, runs in spent.items()]
 
-    def _figure(self, way: Reading, found: Sequence[_Spent], reading_s: float) -> AuditFigure:
-        seconds = statistics.median(one.seconds for one in found)
+    def _figure(self, way: Reading, runs: Sequence[_Spent], reading_s: float) -> AuditFigure:
+        seconds = statistics.median(run.seconds for run in runs)
         count = self.written.trajectories
         return AuditFigure(
             bus=self.url.partition(":")[0],
@@ -156,7 +156,7 @@ class _Bench:
             trajectories=count,
             trajectories_per_s=count / seconds,
             mb_per_s=self.written.trajectory_bytes / 1e6 / seconds,
-            cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
+            cpu_us=statistics.median(run.cpu_s for run in runs) * 1e6 / count,
             of_reading=reading_s / seconds,
         )
 
@@ -178,11 +178,11 @@ def audit_log(
     bus: Bus,
     topics: Topics,
     *,
-    whole: bool = True,
+    full: bool = True,
     on_piece: Callable[[AuditProgress], None] = lambda progress: None,
 ) -> None:
     """Audit a log. Raises InvariantBroken."""
-    auditor = Auditor(bus, topics, None, whole=whole, on_piece=lambda: on_piece(auditor.progress))
+    auditor = Auditor(bus, topics, None, whole=full, on_piece=lambda: on_piece(auditor.progress))
     try:
         auditor.advance()
         report = auditor.finish()

@@ -303,14 +303,18 @@ class _Script:
             now_ns = self._turns * TURN_NS
             out = self._machine.react(inputs, Now(mono_ns=now_ns, wall_ns=START_NS + now_ns))
             inputs = ()
-            rounds = [one.record for one in out.publish if one.record.topic != self._topics.metrics]
+            rounds = [
+                publication.record
+                for publication in out.publish
+                if publication.record.topic != self._topics.metrics
+            ]
             if not rounds:
                 return decisions
-            for one, offset in zip(rounds, self._writer.append(rounds), strict=True):
-                made = decode_round(one.value).decisions
-                if any(isinstance(decision, TakeBatch) for decision in made):
+            for record, offset in zip(rounds, self._writer.append(rounds), strict=True):
+                decided = decode_round(record.value).decisions
+                if any(isinstance(decision, TakeBatch) for decision in decided):
                     self._taken_at = offset
-                decisions.extend(made)
+                decisions.extend(decided)
 
     def _obey(self, decision: AnyDecision) -> None:
         if isinstance(decision, Schedule):
@@ -333,7 +337,7 @@ class _Script:
     def _log(self, player: Player, ended: Sequence[ScheduledRequest]) -> None:
         if not ended:
             return
-        made = [self._encode(request, player) for request in ended]
+        encoded = [self._encode(request, player) for request in ended]
         topic = self._topics.trajectories
         offsets = self._writer.append(
             [
@@ -344,17 +348,17 @@ class _Script:
                     value=value,
                     headers=headers,
                 )
-                for request, (value, headers, _) in zip(ended, made, strict=True)
+                for request, (value, headers, _) in zip(ended, encoded, strict=True)
             ]
         )
         entries: dict[tuple[int, str], list[LoggedEntry]] = {}
-        for request, offset, (value, _, entry) in zip(ended, offsets, made, strict=True):
+        for request, offset, (value, _, entry) in zip(ended, offsets, encoded, strict=True):
             self._written.trajectories += 1
             self._written.trajectory_bytes += len(value)
             spec = request.spec
             placed = msgspec.structs.replace(entry, offset=offset)
             entries.setdefault((spec.version, spec.digest), []).append(placed)
-        for (version, digest), found in entries.items():
+        for (version, digest), group_entries in entries.items():
             self._say(
                 TrajectoriesLogged(
                     at_ns=self._now_ns,
@@ -362,7 +366,7 @@ class _Script:
                     incarnation=player.incarnation,
                     version=version,
                     digest=digest,
-                    trajectories=tuple(found),
+                    trajectories=tuple(group_entries),
                 )
             )
 
@@ -400,9 +404,11 @@ class _Script:
         if not self._facts:
             return []
         topic = self._topics.control
-        appends = [Append(topic=topic, value=encode(one)) for one in self._facts]
+        appends = [Append(topic=topic, value=encode(fact)) for fact in self._facts]
         offsets = self._writer.append(appends)
-        self._heard += [stored(one, offset) for offset, one in zip(offsets, appends, strict=True)]
+        self._heard += [
+            stored(append, offset) for offset, append in zip(offsets, appends, strict=True)
+        ]
         self._written.control += len(appends)
         self._facts = []
         return offsets

@@ -95,11 +95,11 @@ def _phases(bus: Bus, name: str, size_bytes: int, seconds: float) -> list[BusFig
     topic = f"bench-{uuid4().hex[:12]}"
     bus.create([TopicSpec(name=topic, max_record_bytes=max(1024, 2 * size_bytes))])
     batch = max(1, min(BATCH_RECORDS, BATCH_BYTES // max(1, size_bytes)))
-    one = _append(bus, topic, size_bytes, 1, seconds)
+    single = _append(bus, topic, size_bytes, 1, seconds)
     many = _append(bus, topic, size_bytes, batch, seconds)
-    read = _read(bus, topic, one.records + many.records, seconds)
+    read = _read(bus, topic, single.records + many.records, seconds)
     return [
-        one.figure(name, "append one by one", size_bytes),
+        single.figure(name, "append one by one", size_bytes),
         many.figure(name, "append in batches", size_bytes),
         read.figure(name, "read", size_bytes),
     ]
@@ -151,9 +151,9 @@ def _read(bus: Bus, topic: str, records: int, seconds: float) -> _Watch:
     reader = bus.reader({TopicPartition(topic, 0): 0})
     watch = _Watch(seconds)
     while watch.records < records:
-        found = reader.poll(timeout_s=seconds)
-        size_bytes = len(found[0].value) if found else 0
-        if not watch.goes_on(len(found), size_bytes):
+        polled = reader.poll(timeout_s=seconds)
+        size_bytes = len(polled[0].value) if polled else 0
+        if not watch.goes_on(len(polled), size_bytes):
             break
     reader.close()
     return watch

@@ -75,8 +75,8 @@ def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
 def in_arrays(trajectory: Trajectory) -> Trajectory:
     """Return a copy with a worker's arrays."""
     logprobs, sampler_logprobs = (
-        array("f", np.asarray(one, np.float32).tobytes())
-        for one in (trajectory.logprobs, trajectory.sampler_logprobs)
+        array("f", np.asarray(values, np.float32).tobytes())
+        for values in (trajectory.logprobs, trajectory.sampler_logprobs)
     )
     return replace(
         trajectory,
@@ -207,7 +207,7 @@ def _arrays(trajectory: Trajectory) -> tuple[np.ndarray[Any, Any], ...]:
 
 
 def _join(arrays: tuple[np.ndarray[Any, Any], ...]) -> bytes:
-    return b"".join(one.tobytes() for one in arrays)
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def _split(data: bytes) -> tuple[np.ndarray[Any, Any], ...]:

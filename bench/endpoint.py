@@ -112,7 +112,7 @@ def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFig
         first = _open(port, "g-0/0")
         loop.drive(lambda: _ask_often(first, 64, WARM_CALLS))
         empty = rss_bytes(port.pid)
-        addresses = [_open(port, f"g-{at}/1") for at in range(sessions)]
+        addresses = [_open(port, f"g-{index}/1") for index in range(sessions)]
         loop.drive(lambda: _ask_often(first, 64, 1))  # queued after all of them
         opened = rss_bytes(port.pid)
 
@@ -170,9 +170,9 @@ class _Answering:
         while thread.is_alive():
             start_s = time.thread_time()
             asked = self._port.poll()
-            for one in asked:
-                self.prompt_tokens = len(one.token_ids)
-                self._port.start(_answer(one, self._ids))
+            for request in asked:
+                self.prompt_tokens = len(request.token_ids)
+                self._port.start(_answer(request, self._ids))
             if asked:
                 self.port_s += time.thread_time() - start_s
             else:

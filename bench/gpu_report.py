@@ -138,21 +138,21 @@ def here(commit: str = "") -> Machine:
 def _card() -> tuple[str, str]:
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "", ""
-    name, _, driver = (found.splitlines() or [""])[0].partition(", ")
+    name, _, driver = (output.splitlines() or [""])[0].partition(", ")
     return name, driver
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str:
@@ -170,18 +170,18 @@ def run_report(
     """Run unfinished pieces; yield results."""
     out.mkdir(parents=True, exist_ok=True)
     for piece in pieces:
-        found = read_outcome(out / f"{piece.name}.json")
-        if found is None or not _stands(found, machine):
-            found = _run(piece, out, machine, seconds)
+        outcome = read_outcome(out / f"{piece.name}.json")
+        if outcome is None or not _stands(outcome, machine):
+            outcome = _run(piece, out, machine, seconds)
             (out / f"{piece.name}.json").write_bytes(
-                msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+                msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n"
             )
-        yield found
+        yield outcome
 
 
-def _stands(found: PieceOutcome, machine: Machine) -> bool:
-    same = (found.commit, found.card) == (machine.commit, machine.card)
-    return found.state == "done" and same
+def _stands(outcome: PieceOutcome, machine: Machine) -> bool:
+    same = (outcome.commit, outcome.card) == (machine.commit, machine.card)
+    return outcome.state == "done" and same
 
 
 def read_outcome(path: Path) -> PieceOutcome | None:
@@ -193,19 +193,19 @@ def read_outcome(path: Path) -> PieceOutcome | None:
 
 def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> PieceOutcome:
     state: State = "skipped"
-    said, took_s, log = _lacks(piece), 0.0, out / f"{piece.name}.log"
-    if not said:
+    note, took_s, log = _lacks(piece), 0.0, out / f"{piece.name}.log"
+    if not note:
         began_s = time.monotonic()
-        state, said = _command(piece, log, out, seconds)
+        state, note = _command(piece, log, out, seconds)
         took_s = time.monotonic() - began_s
     figures, counts, skipped = _read_log(log) if state != "skipped" else ([], "", "")
     if skipped and not counts:
-        state, said = "skipped", skipped
+        state, note = "skipped", skipped
     return PieceOutcome(
         piece=piece.name,
         what=piece.what,
         state=state,
-        said=", ".join(one for one in (said, counts) if one),
+        said=", ".join(part for part in (note, counts) if part),
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         seconds=round(took_s, 1),
         figures=figures,
@@ -250,10 +250,10 @@ def _read_log(log: Path) -> tuple[list[dict[str, Any]], str, str]:
         if line.startswith("{"):
             with contextlib.suppress(msgspec.DecodeError):  # other output
                 figures.append(msgspec.json.decode(line, type=dict[str, Any]))
-        elif line.startswith("tests/") and (told := re.search(_OUTCOME, line)):
-            outcomes[told[0].lower()] += 1
-        elif found := re.findall(r"\b(\d+ (?:passed|failed|skipped|errors?))\b", line):
-            counts = ", ".join(found)
+        elif line.startswith("tests/") and (match := re.search(_OUTCOME, line)):
+            outcomes[match[0].lower()] += 1
+        elif totals := re.findall(r"\b(\d+ (?:passed|failed|skipped|errors?))\b", line):
+            counts = ", ".join(totals)
         elif line.startswith("gpu round") and " skipped: " in line:
             skipped = line.partition(" skipped: ")[2]
     # Tests without a summary: count the per-test outcomes.
@@ -265,19 +265,19 @@ _OUTCOME: Final = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"
 """In pytest's line of a test."""
 
 
-def _line(one: PieceOutcome) -> str:
-    said = f"  {one.said}" if one.said else ""
-    return f"gpu {one.piece:18} {one.state:8}{one.seconds:6.0f} s{said}\n"
+def _line(outcome: PieceOutcome) -> str:
+    note = f"  {outcome.said}" if outcome.said else ""
+    return f"gpu {outcome.piece:18} {outcome.state:8}{outcome.seconds:6.0f} s{note}\n"
 
 
 def _chosen(words: Mapping[str, Any]) -> Sequence[Piece]:
-    pieces = [replace(one, command=one.tiny) for one in PIECES] if words["tiny"] else PIECES
-    names = [one for one in words["pieces"].split(",") if one]
-    unknown = set(names) - {one.name for one in pieces}
+    pieces = [replace(piece, command=piece.tiny) for piece in PIECES] if words["tiny"] else PIECES
+    names = [word for word in words["pieces"].split(",") if word]
+    unknown = set(names) - {piece.name for piece in pieces}
     if unknown:
-        there = ", ".join(one.name for one in pieces)
+        there = ", ".join(piece.name for piece in pieces)
         raise SystemExit(f"error: no piece {min(unknown)!r}; there are {there}")
-    return [one for one in pieces if one.name in names or not names]
+    return [piece for piece in pieces if piece.name in names or not names]
 
 
 def _words(words: Sequence[str]) -> dict[str, Any]:
@@ -298,10 +298,10 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(f"error: {NO_GPU}\n")
         return 1
     failed = False
-    for one in run_report(given["out"], pieces, machine, seconds=given["seconds"]):
-        sys.stdout.write(_line(one))
+    for outcome in run_report(given["out"], pieces, machine, seconds=given["seconds"]):
+        sys.stdout.write(_line(outcome))
         sys.stdout.flush()
-        failed |= one.state == "failed"
+        failed |= outcome.state == "failed"
     return int(failed)
 
 

@@ -128,20 +128,20 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
     batch, settings = batch_of(case), {**SETTINGS, PACKING: case.packing}
     short = with_(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
     learner.train(batch_of(short), settings)
-    left, took = [], []
+    leave_times, took = [], []
     if case.leaving:  # Pinned host memory stays pinned after the first time.
         learner.leave_device()
         learner._states.come_back()
     held = 0
     for number in range(case.steps):
         if case.leaving:
-            left.append(_seconds(learner.leave_device, case.device))
+            leave_times.append(_seconds(learner.leave_device, case.device))
         if not number:
             held = fresh_peak(case.device)
         took.append(_seconds(lambda: learner.train(batch, settings), case.device))
     peak = peak_bytes(case.device)
     digest = learner.manifest().digest[:12] if case.digest else ""
-    leave_s = round(statistics.median(left), 3) if left else None
+    leave_s = round(statistics.median(leave_times), 3) if leave_times else None
     way = case.packing if case.packing is not True else learner.numerics()["packing"]
     figure = _of_times(case, took, peak, held, digest)
     return replace(figure, leave_s=leave_s, packing=way or "")
@@ -204,8 +204,8 @@ def made_learner(case: StepCase, folder: Path) -> Any:
         learner = TorchLearner(folder, reference=reference, options=options)
     model = learner._model
     if case.policies == "bfloat16":
-        for _, one in model.parameters():
-            one.data.copy_(one.data.to(torch.bfloat16))
+        for _, parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(torch.bfloat16))
     model.lean = head_is_all(model.network, case.device)
     return learner
 
@@ -221,9 +221,9 @@ def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
     kind, size = ("BF16", 2) if dtype == "bfloat16" else ("F32", 4)
     with torch.device("meta"):
         tensors = stored(build(folder))
-    for name, one in tensors.items():
-        start, end = end, end + one.numel() * size
-        declared[name] = {"dtype": kind, "shape": list(one.shape), "data_offsets": [start, end]}
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * size
+        declared[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = msgspec.json.encode(declared)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -242,10 +242,12 @@ def batch_of(case: StepCase) -> TrainBatch:
     rows = rows_of(case)
     groups: list[TrainGroup] = []
     for ordinal in range(case.rows // GROUP):
-        group, at = group_id("train", ordinal), ordinal * GROUP
+        group, first_row = group_id("train", ordinal), ordinal * GROUP
         samples = [
-            _sample(case, group, one, rows[at + one][: case.tokens_of(at + one)])
-            for one in range(GROUP)
+            _sample(
+                case, group, index, rows[first_row + index][: case.tokens_of(first_row + index)]
+            )
+            for index in range(GROUP)
         ]
         groups.append(TrainGroup(group=group, version=0, trajectories=samples))
     return TrainBatch(step=0, groups=groups)

@@ -166,13 +166,13 @@ class Meter:
     def whole(self, react: Callable[[], Any]) -> Any:
         self._gc_ms = 0.0
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        found = react()
+        result = react()
         turn_ms = (time.thread_time() - cpu_s) * 1e3
         wall_ms = (time.perf_counter() - wall_s) * 1e3
         self.turns_ms[-1] += turn_ms
         for part, spent in (("gc", self._gc_ms), ("turn", turn_ms), ("wall", wall_ms)):
             self.most_ms[part] = max(self.most_ms[part], spent)
-        return found
+        return result
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -231,7 +231,7 @@ class _Run:
 
     def turn(self) -> None:
         state = self.machine.state
-        busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
+        busy = [worker for worker in state.workers.values() if len(worker.requests) >= REPORTED]
         for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
             for version, names in self._by_version(worker.requests).items():
                 self._append(_logged(state, worker, names, self._offset, version))
@@ -249,12 +249,14 @@ class _Run:
         self._port.close()
 
     def _by_version(self, requests: set[str]) -> dict[int, list[str]]:
-        found, state = dict[int, list[str]](), self.machine.state
+        requests_by_version, state = dict[int, list[str]](), self.machine.state
         oldest = sorted(requests)[: max(REPORTED, len(requests) // 16)]
         for name in self._chance.sample(oldest, REPORTED):
             request = state.requests[name]
-            found.setdefault(state.groups[request.group].spec.version, []).append(name)
-        return found
+            requests_by_version.setdefault(state.groups[request.group].spec.version, []).append(
+                name
+            )
+        return requests_by_version
 
     def _react(self) -> None:
         self._turns += 1
@@ -282,16 +284,18 @@ class _Run:
         outputs = self.meter.whole(lambda: self.machine.react(inputs, now))
         for effect in outputs.effects:
             self._port.start(effect)
-        for one in outputs.publish:
-            if one.record.topic == TOPICS.decisions:
-                self._durable(one)
+        for message in outputs.publish:
+            if message.record.topic == TOPICS.decisions:
+                self._durable(message)
 
-    def _durable(self, one: Any) -> None:
-        at = TOPICS.decisions
-        if one.tag:
-            self._inputs.append(Published(tag=one.tag, topic=at, partition=0, offset=self._decided))
+    def _durable(self, message: Any) -> None:
+        topic = TOPICS.decisions
+        if message.tag:
+            self._inputs.append(
+                Published(tag=message.tag, topic=topic, partition=0, offset=self._decided)
+            )
         self._decided += 1
-        for decision in decode_round(one.record.value).decisions:
+        for decision in decode_round(message.record.value).decisions:
             self._answer(decision)
 
     def _answer(self, decision: Any) -> None:
@@ -303,14 +307,14 @@ class _Run:
         elif isinstance(decision, Migrate):
             self._later(0, lambda: _released(state, decision))
         elif isinstance(decision, TakeBatch):
-            taken = sum(len(one.trajectories) for one in decision.groups)
+            taken = sum(len(group.trajectories) for group in decision.groups)
             self._later(
                 taken // REPORTING // REPORTED // 2, lambda: step_committed(state, decision)
             )
 
     def _later(self, turns: int, answer: Callable[[], Control | None]) -> None:
         self._due.append((self._turns + turns, answer))
-        self._due = deque(sorted(self._due, key=lambda one: one[0]))
+        self._due = deque(sorted(self._due, key=lambda entry: entry[0]))
 
     def _joined(self, name: str) -> WorkerJoined:
         return worker_joined(name, self._slots, kv_tokens=KV_TOKENS)

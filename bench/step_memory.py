@@ -152,9 +152,9 @@ def _head(case: MemoryCase, device: str) -> Callable[[int], None]:
     def compute(tokens: int) -> None:
         given = hidden[:tokens].detach().requires_grad_()
         chunks = memory.head_chunks(tokens, case.vocabulary)
-        found = head_logprobs(head, given, targets[:tokens], temperature=1.0, chunks=chunks)
+        logprobs = head_logprobs(head, given, targets[:tokens], temperature=1.0, chunks=chunks)
         head.weight.grad = None
-        torch.autograd.backward(found.mean())
+        torch.autograd.backward(logprobs.mean())
 
     return compute
 

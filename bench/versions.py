@@ -132,13 +132,13 @@ def _figure(folder: Path, way: Way, versions: int) -> VersionFigure:
     rows, copies = [], []
     with ExitStack() as stack:
         peer = _serve(trainer.store.root, stack).address if way.name == "peer" else ""
-        place = Place(
+        setup = Place(
             root=str(trainer.store.root if shared else folder / "worker"),
             store="" if shared else str(folder / "store"),
             peer=peer,
             with_deltas=way.with_deltas,
         )
-        child = stack.enter_context(Child(MODULE, place))
+        child = stack.enter_context(Child(MODULE, setup))
         child.tell(trainer.publish().digest)
         child.answer(Took)
         for _ in range(versions):
@@ -214,10 +214,10 @@ def _serve(root: Path, stack: ExitStack) -> FlightTransfers:
     return transfers
 
 
-def work(place: Place) -> None:
+def work(setup: Place) -> None:
     """Load each version from stdin, and sample a token."""
     with ExitStack() as stack:
-        store, engine = _store(place, stack), _engine()
+        store, engine = _store(setup, stack), _engine()
         for version, line in enumerate(sys.stdin):
             digest, start_s = line.strip(), time.monotonic()
             path = store.weights(digest)
@@ -237,14 +237,14 @@ def work(place: Place) -> None:
             )
 
 
-def _store(place: Place, stack: ExitStack) -> PolicyStore:
-    if not place.store:
-        return PolicyStore(Path(place.root))
-    root, peers = Path(place.root), None
-    if place.peer:
-        peers = PeerWeights(_serve(root, stack), lambda _: [place.peer])
-    remote = open_files(Path(place.store).as_uri(), folder=RUN)
-    return PolicyStore(root, remote, with_deltas=place.with_deltas, peers=peers)
+def _store(setup: Place, stack: ExitStack) -> PolicyStore:
+    if not setup.store:
+        return PolicyStore(Path(setup.root))
+    root, peers = Path(setup.root), None
+    if setup.peer:
+        peers = PeerWeights(_serve(root, stack), lambda _: [setup.peer])
+    remote = open_files(Path(setup.store).as_uri(), folder=RUN)
+    return PolicyStore(root, remote, with_deltas=setup.with_deltas, peers=peers)
 
 
 def _engine() -> Any:

@@ -22,23 +22,23 @@ RECORDS_MAX: Final = 2000
 BYTES_MAX: Final = 4 * 1024 * 1024
 Poll = Callable[[], list[Record]]
 
-Told = Callable[[str, float, float], None]
+Report = Callable[[str, float, float], None]
 """Progress callback: phase, records read, total."""
 
 
 def count_empty_polls(
-    reader: Reader, at: TopicPartition, before: int, *, moved: bool, polls_max: int
+    reader: Reader, partition: TopicPartition, before: int, *, moved: bool, polls_max: int
 ) -> int:
     """Return the consecutive polls without progress; held-back partitions do not count.
 
     Raises BusError above `polls_max`.
     """
-    if moved or at in reader.held_back():
+    if moved or partition in reader.held_back():
         return 0 if moved else max(1, before)
     if before >= polls_max:
         raise BusError(
-            f"timed out reading {at.topic}/{at.partition}: no record came at offset "
-            f"{reader.position(at)}, which is before its end",
+            f"timed out reading {partition.topic}/{partition.partition}: no record came at offset "
+            f"{reader.position(partition)}, which is before its end",
             hint="check the broker and the network; `dora-pipe why` queries the broker",
         )
     return before + 1
@@ -189,13 +189,13 @@ class PositionReader(Reader):
 class WatchedBus(BusWrapper):
     """Bus whose readers report their progress."""
 
-    def __init__(self, bus: Bus, told: Told) -> None:
+    def __init__(self, bus: Bus, report: Report) -> None:
         super().__init__(bus)
-        self._told = told
+        self._report = report
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
-        ends = {at: self.inner.end(at) for at in positions}
-        return _WatchedReader(self.inner.reader(positions), dict(positions), ends, self._told)
+        ends = {partition: self.inner.end(partition) for partition in positions}
+        return _WatchedReader(self.inner.reader(positions), dict(positions), ends, self._report)
 
 
 class _WatchedReader(ReaderWrapper):
@@ -204,19 +204,19 @@ class _WatchedReader(ReaderWrapper):
         reader: Reader,
         starts: Mapping[TopicPartition, int],
         ends: Mapping[TopicPartition, int],
-        told: Told,
+        report: Report,
     ) -> None:
         super().__init__(reader)
-        self._starts, self._told = starts, told
-        names = sorted({at.topic.rpartition(".")[2] for at in starts})
+        self._starts, self._report = starts, report
+        names = sorted({partition.topic.rpartition(".")[2] for partition in starts})
         self._phase = f"reading {', '.join(names)}"
-        self._total = sum(ends[at] - start for at, start in starts.items())
+        self._total = sum(ends[partition] - start for partition, start in starts.items())
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
-        done = sum(self.position(at) - start for at, start in self._starts.items())
+        records = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+        done = sum(self.position(partition) - start for partition, start in self._starts.items())
         if self._total >= FAR:
-            self._told(self._phase, done, self._total)
-        return found
+            self._report(self._phase, done, self._total)
+        return records

@@ -159,15 +159,15 @@ class BlobWriter(Writer):
             try:
                 return self.inner.append(self._kept(records))
             except RecordTooLarge as error:
-                limit, known = error.limit_bytes, self._limits.get(error.topic, sys.maxsize)
-                if limit is None or limit >= known or not self._bus.eligible(error.topic):
+                limit, known_limit = error.limit_bytes, self._limits.get(error.topic, sys.maxsize)
+                if limit is None or limit >= known_limit or not self._bus.eligible(error.topic):
                     raise
                 self._limits[error.topic] = limit
 
     def _kept(self, records: Sequence[Append]) -> list[Append]:
         submit, work = self._pool.submit, self._checked_in
-        begun = [submit(work, one) if self._large(one) else one for one in records]
-        return [one if isinstance(one, Append) else one.result() for one in begun]
+        begun = [submit(work, record) if self._large(record) else record for record in records]
+        return [entry if isinstance(entry, Append) else entry.result() for entry in begun]
 
     def _large(self, record: Append) -> bool:
         if not self._bus.eligible(record.topic):
@@ -213,11 +213,11 @@ class BlobReader(ReaderWrapper):
             self._waiting.extend(
                 self.inner.poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
             )
-        found = [self._ended(record) for record in self._begin(records_max, bytes_max, least=1)]
-        for _ in found:
+        records = [self._ended(record) for record in self._begin(records_max, bytes_max, least=1)]
+        for _ in records:
             self._waiting.popleft()
         self._begin(records_max, AHEAD_BYTES, least=0)
-        return found
+        return records
 
     def _begin(self, records_max: int, bytes_max: int, *, least: int) -> list[Record]:
         """Start reading the blobs of the next records, at least `least`."""
@@ -227,9 +227,9 @@ class BlobReader(ReaderWrapper):
             if len(within) >= least and bytes_max < 0:
                 break
             within.append(record)
-            place = (record.at, record.offset)
-            if blob_of(record) and place not in self._begun:
-                self._begun[place] = self._pool.submit(self._whole, record)
+            location = (record.at, record.offset)
+            if blob_of(record) and location not in self._begun:
+                self._begun[location] = self._pool.submit(self._whole, record)
         return within
 
     def _ended(self, record: Record) -> Record:
@@ -251,18 +251,20 @@ class BlobReader(ReaderWrapper):
             return _lost(record, "the store has no such value")
         if digest_as(digest, value) != digest:
             return _lost(record, "the stored value has another digest")
-        kept = tuple(one for one in record.headers if one[0] not in _HEADERS)
+        kept = tuple(header for header in record.headers if header[0] not in _HEADERS)
         return replace(record, value=value, headers=kept, checked=digest)
 
     def position(self, tp: TopicPartition) -> int:
         reached = self.inner.position(tp)
-        return next((one.offset for one in self._waiting if one.at == tp), reached)
+        return next((entry.offset for entry in self._waiting if entry.at == tp), reached)
 
     def seek(self, tp: TopicPartition, position: int) -> None:
         check_position(tp, position)
         self.inner.seek(tp, position)
-        self._waiting = deque(one for one in self._waiting if one.at != tp)
-        self._begun = {place: one for place, one in self._begun.items() if place[0] != tp}
+        self._waiting = deque(entry for entry in self._waiting if entry.at != tp)
+        self._begun = {
+            location: future for location, future in self._begun.items() if location[0] != tp
+        }
 
     def close(self) -> None:
         self._here.close()

@@ -85,10 +85,10 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
     invalid."""
     exists: dict[tuple[str, int], TopicSpec] = {}  # many records share few partitions
     for record in records:
-        place = (record.topic, record.partition)
-        spec = exists.get(place)
+        key = (record.topic, record.partition)
+        spec = exists.get(key)
         if spec is None:
-            spec = exists[place] = check_exists(TopicPartition(*place), topics)
+            spec = exists[key] = check_exists(TopicPartition(*key), topics)
         names, values = _joined_headers(record)
         if not (names.isascii() and values.isascii()):
             name = next(name for name, value in record.headers if not _is_ascii(name, value))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from typing import Any, Final, Protocol
 
-from dora_pipe.bus.base import Told, polls_until
+from dora_pipe.bus.base import Report, polls_until
 from dora_pipe.bus.blobs import BLOB_LOST, lost_blob
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.checks import FILLER, is_trimmed
@@ -91,7 +91,12 @@ class LogCopy:
 
 
 def copy_topics(
-    source: Bus, target: CopyTarget, topics: Sequence[str], told: Told, *, allow_lost: bool = False
+    source: Bus,
+    target: CopyTarget,
+    topics: Sequence[str],
+    report: Report,
+    *,
+    allow_lost: bool = False,
 ) -> LogCopy:
     """Copy the current records of topics that exist on both sides.
 
@@ -102,14 +107,14 @@ def copy_topics(
     ends = {
         tp: source.end(tp)
         for topic in topics
-        for tp in (TopicPartition(topic, one) for one in range(source.partitions(topic)))
+        for tp in (TopicPartition(topic, index) for index in range(source.partitions(topic)))
     }
     for tp, end in ends.items():
         _check_begins_alike(source, target, tp, end)
     copies = [_PartitionCopy(source, target, tp, end, allow_lost) for tp, end in ends.items()]
     digest = hashlib.sha256()
     for copy in copies:
-        copy.run(told)
+        copy.run(report)
         digest.update(f"{copy.tp.topic} {copy.tp.partition} {copy.read.hexdigest()}\n".encode())
     return LogCopy(
         records=sum(copy.records for copy in copies),
@@ -128,7 +133,7 @@ class _PartitionCopy:
         self._source, self._target = source, target
         self._end, self._allow_lost = end, allow_lost
 
-    def run(self, told: Told) -> None:
+    def run(self, report: Report) -> None:
         """Copy the missing records and compare all."""
         tp, end = self.tp, self._end
         start = self._target.position(tp)
@@ -138,9 +143,9 @@ class _PartitionCopy:
         self._read_copy(begin, start)
         checked = False
         for batch in _batches(self._source, tp, begin, end):
-            known = [record for record in batch if record.offset < start]
+            copied = [record for record in batch if record.offset < start]
             new = [record for record in batch if record.offset >= start]
-            self._add(known)
+            self._add(copied)
             if new and not checked:
                 self._check_same("is not a copy of this run", "choose another file or cluster")
                 checked = True
@@ -149,7 +154,7 @@ class _PartitionCopy:
                 records = [_without_lost(record) for record in new]
                 self._target.place(tp, records, begin=begin, end=new[-1].offset + 1)
                 self.added += len(new)
-            told(f"copying {tp.topic}", batch[-1].offset - begin, end - begin)
+            report(f"copying {tp.topic}", batch[-1].offset - begin, end - begin)
         if start < end:
             self._target.place(tp, (), begin=begin, end=end)
         self._read_copy(max(begin, start), end)

@@ -56,20 +56,20 @@ def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
     return RecordFingerprint(sha256=record_digest(record), headers_of=headers_of, value_of=value_of)
 
 
-def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
+def fault_of(record: Record | RecordFingerprint | None, named: Named) -> str:
     """Return why a record differs from its reference, empty if not; does not decode it."""
     where = f"at trajectories:{named.partition}:{named.offset}"
-    if found is None:
+    if record is None:
         return f"its record is missing {where}"
-    seen = found if isinstance(found, RecordFingerprint) else fingerprint_of(found)
-    if seen.lost:
-        return f"its record {where} cannot be read: {seen.lost}"
-    if seen.sha256 != named.sha256:
-        return f"the record {where} is not the one that was logged: sha256 {seen.sha256}"
-    if seen.headers_of != named.trajectory:
-        return f"the record {where} has the headers of {seen.headers_of!r}"
-    if seen.value_of not in ("", named.trajectory):
-        return f"the record {where} is {seen.value_of}"
+    fingerprint = record if isinstance(record, RecordFingerprint) else fingerprint_of(record)
+    if fingerprint.lost:
+        return f"its record {where} cannot be read: {fingerprint.lost}"
+    if fingerprint.sha256 != named.sha256:
+        return f"the record {where} is not the one that was logged: sha256 {fingerprint.sha256}"
+    if fingerprint.headers_of != named.trajectory:
+        return f"the record {where} has the headers of {fingerprint.headers_of!r}"
+    if fingerprint.value_of not in ("", named.trajectory):
+        return f"the record {where} is {fingerprint.value_of}"
     return ""
 
 
@@ -78,11 +78,13 @@ def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
     if why := fault_of(record, named):
         raise InvariantBroken(f"{named.trajectory}: {why}")
     assert record is not None
-    found = decode_trajectory(record.value)
-    if found.trajectory != named.trajectory:
+    trajectory = decode_trajectory(record.value)
+    if trajectory.trajectory != named.trajectory:
         where = f"trajectories:{named.partition}:{named.offset}"
-        raise InvariantBroken(f"{named.trajectory}: the record at {where} is {found.trajectory}")
-    return found
+        raise InvariantBroken(
+            f"{named.trajectory}: the record at {where} is {trajectory.trajectory}"
+        )
+    return trajectory
 
 
 @dataclass(slots=True)
@@ -96,18 +98,18 @@ class Damage:
     lines: list[str] = field(default_factory=list)
     """The first `LINES_MAX` trajectories with their reasons."""
 
-    def is_sound(self, found: Record | RecordFingerprint | None, named: Named) -> bool:
+    def is_sound(self, record: Record | RecordFingerprint | None, named: Named) -> bool:
         """Return whether the record matches; record the damage if not."""
-        why = fault_of(found, named)
+        why = fault_of(record, named)
         if why:
             self.count += 1
             if len(self.lines) < LINES_MAX:
                 self.lines.append(f"{named.trajectory}: {why}")
         return not why
 
-    def look_for_the_rest(self, left: Mapping[tuple[int, int], Named]) -> None:
+    def look_for_the_rest(self, remaining: Mapping[tuple[int, int], Named]) -> None:
         """Record unmatched references as missing."""
-        for named in left.values():
+        for named in remaining.values():
             self.is_sound(None, named)
 
     def raise_if_any(self, consequence: str) -> None:

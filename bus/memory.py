@@ -143,8 +143,8 @@ class MemoryLog:
         landed: list[Record] = []
         touched = set()
         for record in records:
-            at = TopicPartition(record.topic, record.partition)
-            held = self._partitions[at]
+            partition = TopicPartition(record.topic, record.partition)
+            held = self._partitions[partition]
             visible_ms = max(visible_ms, held.visible_ms[-1] if held.visible_ms else 0)
             landed.append(stored(record, held.end))
             held.records.append(landed[-1])
@@ -152,9 +152,9 @@ class MemoryLog:
             held.visible_ms.append(visible_ms)
             held.end += 1
             self.bytes_held += record_bytes(record)
-            touched.add(at)
-        for at in touched:
-            self._partitions[at].end += self.gap_after(self._appends)
+            touched.add(partition)
+        for partition in touched:
+            self._partitions[partition].end += self.gap_after(self._appends)
         self._appends += 1
         if landed:
             self.watch(landed, visible_ms)
@@ -257,16 +257,16 @@ class MemoryReader(PositionReader):
         if all(position == ends[tp].end for tp, position in self._positions.items()):
             self._held.clear()  # fast path of most polls
             return []
-        found: list[Record] = []
+        records: list[Record] = []
         room_bytes = bytes_max
         order = list(self._positions)
         for i in range(len(order)):
             tp = order[(i + self._turn) % len(order)]
-            room_bytes = self._take(tp, found, records_max, room_bytes)
-        return found
+            room_bytes = self._take(tp, records, records_max, room_bytes)
+        return records
 
     def _take(
-        self, tp: TopicPartition, found: list[Record], records_max: int, room_bytes: int
+        self, tp: TopicPartition, records: list[Record], records_max: int, room_bytes: int
     ) -> int:
         held = self._bus.log._partitions[tp]
         self._held.discard(tp)
@@ -281,9 +281,9 @@ class MemoryReader(PositionReader):
         count = held.visible(now_ms)
         for i in range(bisect_left(held.offsets, self._positions[tp]), count):
             size_bytes = record_bytes(held.records[i])
-            if len(found) >= records_max or (found and size_bytes > room_bytes):
+            if len(records) >= records_max or (records and size_bytes > room_bytes):
                 return 0
-            found.append(held.records[i])
+            records.append(held.records[i])
             room_bytes -= size_bytes
             self._positions[tp] = held.offsets[i] + 1
         self._positions[tp] = max(self._positions[tp], visible_end)

@@ -105,8 +105,8 @@ class SqliteBus(Bus):
         assert file is not None
         with file.writing() as connection:
             for spec in topics:
-                found = connection.execute("SELECT * FROM topics WHERE name = ?", (spec.name,))
-                if (row := found.fetchone()) is not None:
+                cursor = connection.execute("SELECT * FROM topics WHERE name = ?", (spec.name,))
+                if (row := cursor.fetchone()) is not None:
                     check_same(
                         spec, TopicSpec(name=row[1], partitions=row[2], max_record_bytes=row[3])
                     )
@@ -260,12 +260,12 @@ class SqliteReader(PositionReader):
     ) -> list[Record]:
         deadline_s = time.monotonic() + timeout_s
         while True:
-            found = self._read(records_max, bytes_max)
+            records = self._read(records_max, bytes_max)
             now_s = time.monotonic()
-            if found:
+            if records:
                 self._active_s = now_s
-            if found or now_s >= deadline_s:
-                return found
+            if records or now_s >= deadline_s:
+                return records
             quiet_s = (now_s - self._active_s) / WAIT_SHARE
             time.sleep(min(max(WAIT_S_MIN, min(quiet_s, WAIT_S_MAX)), deadline_s - now_s))
 
@@ -276,42 +276,42 @@ class SqliteReader(PositionReader):
             version = self._file.one("PRAGMA data_version")
         if version == self._version and not self._more:
             return []
-        found: list[Record] = []
+        records: list[Record] = []
         room_bytes = bytes_max
         self._turn += 1
         tps = list(self._bases)
         turn = self._turn % max(1, len(tps))  # do not starve a partition
         with self._file.reading() as connection:
             for tp in tps[turn:] + tps[:turn]:
-                room_bytes -= self._take(connection, tp, found, records_max, room_bytes)
+                room_bytes -= self._take(connection, tp, records, records_max, room_bytes)
         self._version = version
         self._more = len(self._at_end) < len(tps)
-        return found
+        return records
 
     def _take(
         self,
         connection: sqlite3.Connection,
         tp: TopicPartition,
-        found: list[Record],
+        records: list[Record],
         records_max: int,
         room_bytes: int,
     ) -> int:
-        limit, base = records_max - len(found), self._bases[tp]
+        limit, base = records_max - len(records), self._bases[tp]
         if base in self._file.placed:
             begin, _ = self._file.placed[base]
             self._positions[tp] = first_kept(tp, self._positions[tp], begin)
         bounds = (base + self._positions[tp], base + (1 << OFFSET_BITS), limit)
         taken_bytes = taken = 0
         with closing(connection.execute(_RANGE, bounds)) as rows:
-            for at, key, headers, value in rows:
+            for row, key, headers, value in rows:
                 self._at_end.discard(tp)
                 size_bytes = len(key) + len(value) + len(headers or b"")
-                if found and taken_bytes + size_bytes > room_bytes:
+                if records and taken_bytes + size_bytes > room_bytes:
                     return taken_bytes
-                found.append(_record(tp, at - base, key, headers, value))
+                records.append(_record(tp, row - base, key, headers, value))
                 taken_bytes += size_bytes
                 taken += 1
-                self._positions[tp] = at - base + 1
+                self._positions[tp] = row - base + 1
         if taken == limit:
             self._at_end.discard(tp)
         elif tp not in self._at_end:
@@ -357,12 +357,12 @@ class SqliteWriter(Writer):
                 rows = self._number(bases)
                 packed = zip(rows, records, headers, strict=True)
                 connection.executemany(
-                    _INSERT, [(at, each.key, head, each.value) for at, each, head in packed]
+                    _INSERT, [(row, each.key, head, each.value) for row, each, head in packed]
                 )
         except OutcomeUnknown:
             self._broken = self._name is not None
             raise
-        return [at - base for at, base in zip(rows, bases, strict=True)]
+        return [row - base for row, base in zip(rows, bases, strict=True)]
 
     def _check_epoch(self) -> None:
         if self._name is None:
@@ -375,13 +375,13 @@ class SqliteWriter(Writer):
         following: dict[int, int] = {}
         rows = []
         for base in bases:
-            at = following.get(base)
-            if at is None:
-                at = base + _end_of(self._file, base)
-            if at - base >> OFFSET_BITS:
+            row = following.get(base)
+            if row is None:
+                row = base + _end_of(self._file, base)
+            if row - base >> OFFSET_BITS:
                 raise BusFull(f"a partition of {self._file.path} has no offsets left")
-            rows.append(at)
-            following[base] = at + 1
+            rows.append(row)
+            following[base] = row + 1
         return rows
 
     def close(self) -> None:
@@ -440,12 +440,12 @@ def unreadable_records(path: Path) -> list[str]:
     """
     beyond = (1 << 63) - (1 << OFFSET_BITS)  # the last partition that SQLite can number
     with closing(SqliteFile(path)) as file, file.errors():
-        found = file.connection.execute("SELECT id, name, partitions FROM topics").fetchall()
-        topics = {one: (name, partitions) for one, name, partitions in found}
+        rows = file.connection.execute("SELECT id, name, partitions FROM topics").fetchall()
+        topics = {topic_id: (name, partitions) for topic_id, name, partitions in rows}
         lines: list[str] = []
-        at = file.one("SELECT min(at) FROM records")
-        while at is not None and at < beyond:
-            topic, partition = divmod(at >> OFFSET_BITS, 1 << PARTITION_BITS)
+        row = file.one("SELECT min(at) FROM records")
+        while row is not None and row < beyond:
+            topic, partition = divmod(row >> OFFSET_BITS, 1 << PARTITION_BITS)
             name, partitions = topics.get(topic, ("", 0))
             if not name:
                 lines.append(f"records have topic id {topic}, which the log does not define")
@@ -453,6 +453,6 @@ def unreadable_records(path: Path) -> list[str]:
                 lines.append(
                     f"records are in partition {partition} of {name}, which has {partitions}"
                 )
-            after = (at >> OFFSET_BITS) + 1 << OFFSET_BITS
-            at = file.one("SELECT min(at) FROM records WHERE at >= ?", (after,))
+            after = (row >> OFFSET_BITS) + 1 << OFFSET_BITS
+            row = file.one("SELECT min(at) FROM records WHERE at >= ?", (after,))
         return lines

@@ -88,14 +88,14 @@ class SqliteFile:
             self._check_format()
             self._prepare(create=create, patient=patient)
             if not self.fresh:
-                found = self._retry("SELECT base, from_offset, to_offset FROM placed")
-                self.placed = {base: (begin, end) for base, begin, end in found}
+                rows = self._retry("SELECT base, from_offset, to_offset FROM placed")
+                self.placed = {base: (begin, end) for base, begin, end in rows}
             undo.pop_all()
 
     def _check_format(self) -> None:
-        found = self.one("PRAGMA application_id")
+        application_id = self.one("PRAGMA application_id")
         self.fresh = not self.one("SELECT count(*) FROM sqlite_schema")
-        if found != APPLICATION_ID and (found or not self.fresh):
+        if application_id != APPLICATION_ID and (application_id or not self.fresh):
             raise LogDamaged(f"{self.path} is not a log of dora-pipe")
         if self.one("PRAGMA user_version") > FORMAT:
             raise BusError(f"{self.path} was written by a newer dora-pipe")

@@ -38,8 +38,8 @@ def file_identity(run: OpenRun) -> str:
     path = log_file(run)
     if path is None:
         return ""
-    found = path.stat()
-    return f"{found.st_dev}:{found.st_ino}"
+    stat = path.stat()
+    return f"{stat.st_dev}:{stat.st_ino}"
 
 
 class AuditSession:
@@ -94,29 +94,29 @@ class AuditSession:
         # Records in the file that belong to no topic; impossible on Kafka.
         for line in [] if path is None else unreadable_records(path):
             self._auditor.books.findings.add("records", "log", line)
-        seen, mark = self._run.directory.path / FILE_NAME, file_identity(self._run)
-        if (last := read_last_look(seen)) is not None:
+        look_path, mark = self._run.directory.path / FILE_NAME, file_identity(self._run)
+        if (last := read_last_look(look_path)) is not None:
             self._auditor.compare(last, mark)
         look = self._auditor.look(mark)
         self._hold_catalogue()
         report = self._auditor.finish()
         if look is not None and report.holds:
-            write_last_look(seen, look)
+            write_last_look(look_path, look)
         return report
 
     def _hold_catalogue(self) -> None:
         path = self._run.directory.catalogue
-        found = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
-        if found is not None:
-            with closing(found):
+        catalogue = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
+        if catalogue is not None:
+            with closing(catalogue):
                 books = self._auditor.books
-                check_catalogue(found, books.ledger, books.findings)
+                check_catalogue(catalogue, books.ledger, books.findings)
 
     def _talk(self, *, only_progress: bool = False) -> None:
         violations = self._auditor.books.findings.violations
         if not only_progress:
-            for one in violations[self._violations :]:
-                emit_line(one.line)
+            for violation in violations[self._violations :]:
+                emit_line(violation.line)
             self._violations = len(violations)
         now = self._auditor.progress
         line = (

@@ -112,18 +112,18 @@ def _bucket(line: LengthLine) -> str:
 
 
 def _engines(report: AuditReport) -> None:
-    total = max(sum(one.trajectories for one in report.engines), 1)
+    total = max(sum(engine.trajectories for engine in report.engines), 1)
     rows = [
         (
-            f"{one.engine} {one.version}",
-            one.device,
-            one.dtype,
-            one.workers,
-            one.trajectories,
-            f"{one.trajectories / total:.1%}",
-            one.tokens,
+            f"{engine.engine} {engine.version}",
+            engine.device,
+            engine.dtype,
+            engine.workers,
+            engine.trajectories,
+            f"{engine.trajectories / total:.1%}",
+            engine.tokens,
         )
-        for one in report.engines
+        for engine in report.engines
     ]
     columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
     emit_table(columns, rows, title="tokens by engine (a worker counts once per join)")
@@ -144,7 +144,8 @@ def _violations(report: AuditReport) -> None:
         return
     shown = report.violations[:VIOLATIONS_SHOWN_MAX]
     rows: list[tuple[object, ...]] = [
-        (one.check, one.subject, one.message, one.expected, one.found) for one in shown
+        (violation.check, violation.subject, violation.message, violation.expected, violation.found)
+        for violation in shown
     ]
     if report.violations_total > len(shown):
         more = report.violations_total - len(shown)

@@ -61,11 +61,11 @@ def bisect_run(
         fall = bisected.search(good, bad)
         if not as_json:
             _print_fall(fall)
-        found = bisected.explain(fall, good) if fall.sure else None
+        explanation = bisected.explain(fall, good) if fall.sure else None
     if as_json:
-        emit_json(plain(fall, found, changes))
-    elif found is not None:
-        _print_cause(found, changes)
+        emit_json(plain(fall, explanation, changes))
+    elif explanation is not None:
+        _print_cause(explanation, changes)
 
 
 def _changed_settings(run: OpenRun, good: int, bad: int) -> list[str]:
@@ -86,8 +86,14 @@ def _print_fall(fall: Fall) -> None:
     emit_table(
         ("version", "value", "95 %", "draws", "like"),
         [
-            (one.subject, one.value.value, _interval(one.value), one.draws, _like(one))
-            for one in fall.measured
+            (
+                measured.subject,
+                measured.value.value,
+                _interval(measured.value),
+                measured.draws,
+                _like(measured),
+            )
+            for measured in fall.measured
         ],
     )
     emit_line()
@@ -102,76 +108,86 @@ def fall_words(fall: Fall) -> str:
     return f"the value fell by {fell}; step {fall.step} made the first bad version"
 
 
-def _print_cause(found: Explanation, changes: Sequence[str]) -> None:
+def _print_cause(explanation: Explanation, changes: Sequence[str]) -> None:
     emit_line()
     emit_table(
         ("suspect", "step", "outlier score", "deviations"),
         [
-            (one.name, one.step, "; ".join(one.reasons), one.deviations)
-            for one in found.suspects[:SUSPECTS_SHOWN]
+            (suspect.name, suspect.step, "; ".join(suspect.reasons), suspect.deviations)
+            for suspect in explanation.suspects[:SUSPECTS_SHOWN]
         ],
     )
     emit_line()
     emit_table(
         ("without", "steps", "value", "95 %", "better by", "like"),
-        [_trial_row(one) for one in found.trials],
+        [_trial_row(trial) for trial in explanation.trials],
     )
     emit_line()
-    emit_line(f"repeated {counted(found.steps, 'step')} in {counted(len(found.trials), 'trial')}")
-    emit_line(conclusion(found, changes))
+    emit_line(
+        f"repeated {counted(explanation.steps, 'step')} in"
+        f" {counted(len(explanation.trials), 'trial')}"
+    )
+    emit_line(conclusion(explanation, changes))
 
 
-def _trial_row(one: Measured) -> Sequence[Any]:
-    trial = one.subject
+def _trial_row(measured: Measured) -> Sequence[Any]:
+    trial = measured.subject
     assert isinstance(trial, Trial)
     names = sorted(trial.drop)
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     without = ", ".join(names[:NAMES_SHOWN]) + more
-    gain = f"{one.gain.value:.3g} ({_interval(one.gain)})"
-    return without, trial.steps, one.value.value, _interval(one.value), gain, _like(one)
+    gain = f"{measured.gain.value:.3g} ({_interval(measured.gain)})"
+    return (
+        without,
+        trial.steps,
+        measured.value.value,
+        _interval(measured.value),
+        gain,
+        _like(measured),
+    )
 
 
-def conclusion(found: Explanation, changes: Sequence[str] = ()) -> str:
+def conclusion(explanation: Explanation, changes: Sequence[str] = ()) -> str:
     """Describe the cause.
 
     Example: ``without g0000003871 (reward -1e+03): 0.71 -> 0.83``
     """
-    if found.cause and found.proof is not None:
-        named = ", ".join(_named(one) for one in found.cause)
-        more = "; a smaller set may suffice: raise --steps" if found.over else ""
-        return f"without {named}: {_change(found.proof)}{more}"
-    if found.proof is None:
+    if explanation.cause and explanation.proof is not None:
+        named = ", ".join(_named(suspect) for suspect in explanation.cause)
+        more = "; a smaller set may suffice: raise --steps" if explanation.over else ""
+        return f"without {named}: {_change(explanation.proof)}{more}"
+    if explanation.proof is None:
         return "no trial was made: --steps is too small, or the step has one group only"
-    many = f"without all {len(found.suspects)} suspects {_change(found.proof)}"
-    if found.proof.verdict == "open":
+    many = f"without all {len(explanation.suspects)} suspects {_change(explanation.proof)}"
+    if explanation.proof.verdict == "open":
         return f"undecided: {many}; raise --draws"
     if changes:
         return f"no group explains the fall: {many}; `retrain --set` tries the old settings"
     return f"no group explains the fall: {many}"
 
 
-def _named(one: Suspect) -> str:
-    return f"{one.name} ({'; '.join(one.reasons)})" if one.reasons else one.name
+def _named(suspect: Suspect) -> str:
+    return f"{suspect.name} ({'; '.join(suspect.reasons)})" if suspect.reasons else suspect.name
 
 
-def _change(one: Measured) -> str:
-    return f"{one.before:.3g} -> {one.value.value:.3g}"
+def _change(measured: Measured) -> str:
+    return f"{measured.before:.3g} -> {measured.value.value:.3g}"
 
 
-def _like(one: Measured) -> str:
-    return "undecided" if one.verdict == "open" else one.verdict
+def _like(measured: Measured) -> str:
+    return "undecided" if measured.verdict == "open" else measured.verdict
 
 
-def _interval(one: Interval) -> str:
-    return f"{show(one.low)} to {show(one.high)}"
+def _interval(interval: Interval) -> str:
+    return f"{show(interval.low)} to {show(interval.high)}"
 
 
-def plain(fall: Fall, found: Explanation | None, changes: Sequence[str]) -> Mapping[str, Any]:
+def plain(fall: Fall, explanation: Explanation | None, changes: Sequence[str]) -> Mapping[str, Any]:
     """Return the result as JSON."""
     return {
         "settings": list(changes),
         "sure": fall.sure,
         "fall": msgspec.to_builtins(fall, order="sorted"),
-        "cause": msgspec.to_builtins(found, order="sorted"),
-        "conclusion": fall_words(fall) if found is None else conclusion(found, changes),
+        "cause": msgspec.to_builtins(explanation, order="sorted"),
+        "conclusion": fall_words(fall) if explanation is None else conclusion(explanation, changes),
     }

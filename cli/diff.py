@@ -12,35 +12,35 @@ from dora_pipe.launch.run_dir import OpenRun
 CELL: Final = 40
 
 
-def print_diff(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
+def print_diff(run: OpenRun, other: OpenRun, *, as_json: bool) -> None:
     """Compare two runs and print the result. Raises InvariantBroken, last, for damaged records."""
     damage = Damage()
-    found = diff_runs(one, other, damage)
+    diff = diff_runs(run, other, damage)
     if as_json:
-        emit_json(found.plain())
+        emit_json(diff.plain())
     else:
-        _print(found, (one.directory.path.name, other.directory.path.name))
+        _print(diff, (run.directory.path.name, other.directory.path.name))
     raise_if_damaged(damage, ", not compared")
 
 
-def _print(found: RunDiff, names: tuple[str, str]) -> None:
-    counts = ", ".join(f"{count} {_many(kind)}" for kind, count in found.compared.items())
-    if not found.partings:
+def _print(diff: RunDiff, names: tuple[str, str]) -> None:
+    counts = ", ".join(f"{count} {_many(kind)}" for kind, count in diff.compared.items())
+    if not diff.partings:
         emit_line(f"no difference in {counts}")
     else:
-        first = found.partings[0]
+        first = diff.partings[0]
         values = " | ".join(_short(value) for value in first.values)
         emit_line(f"first record   {first.kind} {first.name}: {values}")
         emit_line(f"compared       {counts}")
-    for at, reason in enumerate(found.reasons(names)):
-        emit_line(f"{'' if at else 'why':14} {reason}")
-    if found.partings and not found.reasons(names):
+    for index, reason in enumerate(diff.reasons(names)):
+        emit_line(f"{'' if index else 'why':14} {reason}")
+    if diff.partings and not diff.reasons(names):
         emit_line("why            no recorded setting differs: timing or numerics")
-    if len(found.partings) > 1:
+    if len(diff.partings) > 1:
         emit_line()
         rows = [
             (f"{part.kind} {part.name}", *(_short(value) for value in part.values))
-            for part in found.partings
+            for part in diff.partings
         ]
         emit_table(("first that differs", *names), rows)
 

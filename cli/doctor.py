@@ -75,13 +75,13 @@ def config_file_of(path: Path) -> Path:
 
 
 def _extras() -> list[CheckResult]:
-    found = []
+    results = []
     for name in ("torch", "transformers", "vllm", "deepspeed"):
         there = importlib.util.find_spec(name) is not None
         extra = "torch" if name == "transformers" else name
         detail = _version(name) if there else f"not installed: {install_hint(extra)}"
-        found.append(CheckResult("ok" if there else "note", name, detail))
-    return found
+        results.append(CheckResult("ok" if there else "note", name, detail))
+    return results
 
 
 def _version(module: str) -> str:
@@ -112,8 +112,8 @@ def _gpus() -> CheckResult:
         return CheckResult("fail", "gpus", detail)
     lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     if done.returncode or not lines:
-        said = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
-        return CheckResult("note", "gpus", said)
+        description = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
+        return CheckResult("note", "gpus", description)
     detail = "; ".join(line.replace(", ", " ", 1) for line in lines)
     chosen = os.environ.get(VISIBLE)
     if chosen is not None:
@@ -132,9 +132,9 @@ def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
             yield CheckResult("ok", "log", f"{url}: {len(names)} topics{who}")
             there: list[str] = []
             if config is not None:
-                wanted = Topics(config.run.name).all()
-                there = [name for name in wanted if name in names]
-                yield _topics(config.run.name, len(there), len(wanted))
+                expected = Topics(config.run.name).all()
+                there = [name for name in expected if name in names]
+                yield _topics(config.run.name, len(there), len(expected))
             if isinstance(bus, KafkaBus):
                 yield from _cluster(bus, config, there)
     except DoraError as error:
@@ -178,27 +178,27 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
     samplings = sampling_by_source(config)
     try:
         with templated(config, model) as directory:
-            for seen in seen_by_doctor(config, directory):
-                yield _prompts(seen, context, samplings[seen.source].max_tokens)
+            for prompts in seen_by_doctor(config, directory):
+                yield _prompts(prompts, context, samplings[prompts.source].max_tokens)
     except (ConfigError, PolicyError) as error:  # the run raises it, too
         yield _failed("prompts", error)
     except DoraError as error:
         yield CheckResult("note", "prompts", f"skipped: {_failed('', error).detail}")
 
 
-def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
+def _prompts(prompts: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     """Report prompt lengths of a source, and rows without a prompt.
 
     A prompt must leave room for one token. With less than `max_tokens`, the context ends the
     answer.
     """
-    longest = max(found.lengths, default=0)
-    what, looked, notes = f"prompts, {found.source}", found.looked_at, list(found.notes())
-    if found.hopeless:
+    longest = max(prompts.lengths, default=0)
+    what, looked, notes = f"prompts, {prompts.source}", prompts.looked_at, list(prompts.notes())
+    if prompts.hopeless:
         return CheckResult("fail", what, "; ".join(notes))
     state: State = "note" if notes else "ok"
-    notes.append(f"{looked} of {found.rows} checked, up to {longest} tokens")
-    unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
+    notes.append(f"{looked} of {prompts.rows} checked, up to {longest} tokens")
+    unfit, short = prompts.beyond(context - 1), prompts.beyond(context - max_tokens)
     hint = f"workers.max_model_len = {longest + max_tokens} fits all"
     if unfit:
         state = "fail" if unfit == looked else "note"
@@ -212,11 +212,11 @@ def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     return CheckResult(state, what, "; ".join(notes))
 
 
-def _topics(run: str, there: int, wanted: int) -> CheckResult:
-    if there == wanted:
+def _topics(run: str, there: int, expected: int) -> CheckResult:
+    if there == expected:
         return CheckResult("ok", "topics", f"all {there} of run {run!r}")
     lost = "the others are deleted or hidden from this user" if there else "a new run creates them"
-    return CheckResult("note", "topics", f"{there} of {wanted} of run {run!r}: {lost}")
+    return CheckResult("note", "topics", f"{there} of {expected} of run {run!r}: {lost}")
 
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
@@ -227,19 +227,21 @@ def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Ite
     )
     yield CheckResult("ok" if enough else "note", "brokers", f"{count}: {means}")
     if config is not None and topics:
-        found = list(_settings(bus, config, topics))
-        yield from found or [CheckResult("ok", "settings", "of all its topics")]
+        results = list(_settings(bus, config, topics))
+        yield from results or [CheckResult("ok", "settings", "of all its topics")]
 
 
 def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[CheckResult]:
     facts = bus.facts(topics)
-    wanted = {spec.name: spec for spec in topic_specs(config)}
+    specs = {spec.name: spec for spec in topic_specs(config)}
     try:
-        refuse_topics(*misfits([(wanted[topic.name], topic.spec) for topic in facts]))
+        refuse_topics(*misfits([(specs[topic.name], topic.spec) for topic in facts]))
     except BusError as error:  # the run would raise it, too
         yield _failed("settings", error)
-    for one in (each for topic in facts for each in problems_of(topic)):
-        yield CheckResult("fail" if one.fatal else "note", "settings", f"{one.text}; {one.hint}")
+    for problem in (each for topic in facts for each in problems_of(topic)):
+        yield CheckResult(
+            "fail" if problem.fatal else "note", "settings", f"{problem.text}; {problem.hint}"
+        )
     with suppress(AccessRefused):
         fetched = bus.ask(replica_fetch_bytes)
         if fetched is None:

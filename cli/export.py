@@ -42,8 +42,8 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
         done = export_parquet(
             run.bus, run.topics, tables, run.policies, parquet, everything=everything, texts=texts
         )
-    left = f", {done.left_out} records left out" if done.left_out else ""
-    say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
+    suffix = f", {done.left_out} records left out" if done.left_out else ""
+    say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{suffix}")
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 
@@ -193,8 +193,8 @@ def _checkpoint_of(run: OpenRun, address: str, ratio: float) -> Path | None:
     first = started(run.bus, run.topics)
     if first is None:
         return None
-    said = (address, first.run, first.at_ns, ratio)
-    name = hashlib.sha256("\n".join(map(str, said)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
+    key = (address, first.run, first.at_ns, ratio)
+    name = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
     own = run.directory
     if own.path.is_dir():
         return own.path / CHECKPOINTS / name

@@ -71,8 +71,8 @@ def fork_trajectory(
 
     def check(facts: Mapping[str, TaskFacts]) -> None:
         check_replayable(recorded, facts)
-        some = [facts[source]] if "/" in source else [*facts.values()]
-        say_other_code("reward's code", rewards, reward_digest_of(some))
+        tasks = [facts[source]] if "/" in source else [*facts.values()]
+        say_other_code("reward's code", rewards, reward_digest_of(tasks))
 
     config = alone(run.config, engine or run.config.workers.engine)
     worker = TemporaryWorker(
@@ -84,14 +84,14 @@ def fork_trajectory(
         report=report,
         check=check,
     )
-    found, lost = continuations(recorded, cuts, samples, worker)
-    fork = fork_of(run.topics.run, recorded, found, worker)
+    sampled, lost = continuations(recorded, cuts, samples, worker)
+    fork = fork_of(run.topics.run, recorded, sampled, worker)
     if as_json:
         emit_json(msgspec.to_builtins(fork))
     else:
         _print(fork, recorded, _texts(run))
-    for one in lost:
-        say(f"not sampled: {one.trajectory}: {one.error}: {one.message}")
+    for failure in lost:
+        say(f"not sampled: {failure.trajectory}: {failure.error}: {failure.message}")
 
 
 def _texts(run: OpenRun) -> Text:
@@ -107,21 +107,21 @@ def _print(fork: Fork, recorded: Trajectory, text: Text) -> None:
     recorded_as = f"version {fork.sampled_by}, reward {show(fork.reward)}"
     emit_line(f"trajectory   {fork.trajectory}, {recorded_as}")
     emit_line(f"continued    under version {fork.version}, weights {fork.digest[:12]}...")
-    samples = [one for turn in fork.turns for one in turn.samples]
+    samples = [sample for turn in fork.turns for sample in turn.samples]
     emit_line(
         f"sampled      {len(samples)} continuations, {sum(s.sampled for s in samples)} tokens"
     )
     emit_line()
-    ends = [*(one.token for one in fork.turns[1:]), fork.length]
+    ends = [*(turn.token for turn in fork.turns[1:]), fork.length]
     rows: list[tuple[Any, ...]] = [
         (
-            one.turn,
-            one.token,
-            show(one.mean),
-            _interval(one),
-            text(recorded.token_ids[one.token : end]),
+            turn.turn,
+            turn.token,
+            show(turn.mean),
+            _interval(turn),
+            text(recorded.token_ids[turn.token : end]),
         )
-        for one, end in zip(fork.turns, ends, strict=True)
+        for turn, end in zip(fork.turns, ends, strict=True)
     ]
     rows.append(("end", fork.length, show(fork.reward), "recorded", ""))
     emit_table(("turn", "token", "value", "95 %", "text"), rows)
@@ -132,8 +132,8 @@ def _print(fork: Fork, recorded: Trajectory, text: Text) -> None:
     emit_table(
         ("sample", "reward", "tokens", "text"),
         [
-            (number, one.reward, one.sampled, text(one.token_ids))
-            for number, one in enumerate(samples)
+            (number, sample.reward, sample.sampled, text(sample.token_ids))
+            for number, sample in enumerate(samples)
         ],
     )
 
@@ -148,6 +148,6 @@ def _verdict(fork: Fork) -> str:
 def _interval(turn: ForkedTurn) -> str:
     if turn.low is None or turn.high is None:
         return "no valid reward"
-    invalid = sum(one.reward is None for one in turn.samples)
+    invalid = sum(sample.reward is None for sample in turn.samples)
     rest = f", {invalid} invalid" if invalid else ""
     return f"{turn.low:.2f}-{turn.high:.2f} of {len(turn.samples)}{rest}"

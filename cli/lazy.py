@@ -32,9 +32,9 @@ class _Commands(MutableMapping[str, Any]):
 
     def __init__(self, panels: Panels) -> None:
         self._places = {
-            name: (place, *example)
+            name: (target, *example)
             for commands in panels.values()
-            for name, (place, _, *example) in commands.items()
+            for name, (target, _, *example) in commands.items()
         }
         self._made: dict[str, Any] = {}
 
@@ -59,13 +59,13 @@ class _Commands(MutableMapping[str, Any]):
         return len(self._places)
 
 
-def _command(name: str, place: str, example: str = "") -> Any:
-    module, _, attribute = place.partition(":")
-    found = getattr(import_module(f"dora_pipe.{module}"), attribute)
-    if isinstance(found, typer.Typer):
-        return get_command(found)
+def _command(name: str, target: str, example: str = "") -> Any:
+    module, _, attribute = target.partition(":")
+    command = getattr(import_module(f"dora_pipe.{module}"), attribute)
+    if isinstance(command, typer.Typer):
+        return get_command(command)
     single = typer.Typer(**SETTINGS)
-    single.command(name, epilog=_examples([example]) if example else None)(found)
+    single.command(name, epilog=_examples([example]) if example else None)(command)
     return get_command(single)
 
 
@@ -73,9 +73,9 @@ def _examples(examples: Sequence[str]) -> str:
     return "\b\nExample:\n" + "\n".join(f"  dora-pipe {example}" for example in examples)
 
 
-def print_version(wanted: bool) -> None:
+def print_version(requested: bool) -> None:
     """Print the versions of dora-pipe, its checkout, Python and torch; then exit."""
-    if not wanted:
+    if not requested:
         return
     from importlib.metadata import PackageNotFoundError, version
     from platform import python_version
@@ -157,7 +157,7 @@ def lazy_app(
             width = max(len(command) for commands in panels.values() for command in commands)
             for panel, commands in panels.items():
                 with formatter.section(panel):
-                    lines = [(one.ljust(width), what) for one, (_, what, *_) in commands.items()]
+                    lines = [(name.ljust(width), what) for name, (_, what, *_) in commands.items()]
                     formatter.write_dl(lines)
 
     def begin() -> None:

@@ -49,23 +49,23 @@ def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json:
     folder = Path(config.model.path)
     need_positions(folder, config.workers.max_model_len)
     shape = model_shape(folder)
-    found = estimate(shape, config, room)
+    result = estimate(shape, config, room)
     if as_json:
         emit_json({"parameters": shape.parameters, "family": shape.family})
-        for row in found.rows:
+        for row in result.rows:
             emit_json(row._asdict())
-        emit_json({"set": found.keys, "fail": found.misfits, "notes": found.notes})
-        return found.good
+        emit_json({"set": result.keys, "fail": result.misfits, "notes": result.notes})
+        return result.good
     emit_line(f"{folder}: {shape.family}, {shape.parameters / 1e9:.3g} billion parameters")
-    cells = [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in found.rows]
+    cells = [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in result.rows]
     emit_table(("what", "bytes", "per GPU", "fits"), cells)
-    for line in found.notes:
+    for line in result.notes:
         emit_line(f"note: {line}")
-    for key, value in found.keys.items():
+    for key, value in result.keys.items():
         emit_line(f"set: {key} = {json.dumps(value)}")
-    for line in found.misfits:
+    for line in result.misfits:
         emit_line(f"fail: {line}")
-    return found.good
+    return result.good
 
 
 def _config_of(model: Path, overrides: Sequence[str]) -> Config:
@@ -87,32 +87,32 @@ def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
     """Estimate a configuration on these GPUs. Raises UsageError if it names others."""
     count = max([*config.workers.gpus, *config.trainer.gpus, -1]) + 1
     count = gpus.count if gpus else max(count, config.workers.count + config.trainer.ranks)
-    place = memory.placement_of(config, count)
-    rows = list(_rows(shape, config, place, gpus))
+    placement = memory.placement_of(config, count)
+    rows = list(_rows(shape, config, placement, gpus))
     misfits = [QUANTIZED] if shape.quantized else []
-    found = Estimate(rows, list(_notes(shape, config, place, gpus)), {}, misfits)
+    estimate = Estimate(rows, list(_notes(shape, config, placement, gpus)), {}, misfits)
     if gpus is not None:
-        _advise(found, shape, config, place, gpus)
-    return found
+        _advise(estimate, shape, config, placement, gpus)
+    return estimate
 
 
 def _rows(
-    shape: ModelShape, config: Config, place: Placement, gpus: Gpus | None
+    shape: ModelShape, config: Config, placement: Placement, gpus: Gpus | None
 ) -> Iterator[EstimateRow]:
     usable = gpus.usable if gpus else None
-    worker = memory.worker_parts(shape, config) if place.workers else {}
-    yield from _part_rows("worker", worker, place.workers, place.per_gpu)
-    together = place.per_gpu * sum(worker.values())
+    worker = memory.worker_parts(shape, config) if placement.workers else {}
+    yield from _part_rows("worker", worker, placement.workers, placement.per_gpu)
+    together = placement.per_gpu * sum(worker.values())
     if worker:
-        all_of = place.workers * sum(worker.values())
+        all_of = placement.workers * sum(worker.values())
         fits = None if usable is None else together <= usable
         yield EstimateRow("worker: total", all_of, together, fits)
     ranks = memory.ranks_of(config)
     trainer = memory.state_parts(shape, config) | memory.pass_parts(shape, config)
     trainer["an update instead of a pass"] = memory.update_bytes(shape, config)
     yield from _part_rows("trainer", trainer, ranks, 1)
-    peak, used = memory.trainer_bytes(shape, config), together if place.shared else 0
-    fits = None if usable is None else ranks <= place.trainer_gpus and peak + used <= usable
+    peak, used = memory.trainer_bytes(shape, config), together if placement.shared else 0
+    fits = None if usable is None else ranks <= placement.trainer_gpus and peak + used <= usable
     yield EstimateRow("trainer: peak", ranks * peak, peak, fits)
     for what, size in memory.disk_parts(shape, config).items():
         yield EstimateRow(f"disk: {what}", size)
@@ -124,36 +124,40 @@ def _part_rows(of: str, parts: Parts, count: int, per_gpu: int) -> Iterator[Esti
             yield EstimateRow(f"{of}: {what}", count * size, per_gpu * size)
 
 
-def _notes(shape: ModelShape, config: Config, place: Placement, gpus: Gpus | None) -> Iterator[str]:
+def _notes(
+    shape: ModelShape, config: Config, placement: Placement, gpus: Gpus | None
+) -> Iterator[str]:
     if shape.mixture:
         yield "a mixture of experts: weights count all experts, activations those of a token"
-    if not place.workers:
+    if not placement.workers:
         yield "workers compute on the CPU: their memory is not counted"
     elif gpus is not None:
-        slots = memory.slots_that_fit(shape, config, gpus.usable // place.per_gpu)
+        slots = memory.slots_that_fit(shape, config, gpus.usable // placement.per_gpu)
         context = config.workers.max_model_len
         yield f"a worker has room for at most {slots} slots of {context} tokens"
-    if place.shared:
+    if placement.shared:
         yield "trainer and workers share a GPU: the trainer gets what the workers leave"
     if config.teacher.path:
         yield "the teacher is not counted"
 
 
 def _advise(
-    found: Estimate, shape: ModelShape, config: Config, place: Placement, gpus: Gpus
+    estimate: Estimate, shape: ModelShape, config: Config, placement: Placement, gpus: Gpus
 ) -> None:
-    keys, misfits = found.keys, found.misfits
-    if place.workers:
-        worker = memory.worker_keys(shape, config, gpus, place.per_gpu)
+    keys, misfits = estimate.keys, estimate.misfits
+    if placement.workers:
+        worker = memory.worker_keys(shape, config, gpus, placement.per_gpu)
         if worker is None:
             misfits.append("no key makes a worker fit: larger or more GPUs, or a smaller model")
         keys.update(worker or {})
-        place = memory.placement_of(with_keys(config, keys), gpus.count)
-        if not with_keys(config, keys).workers.gpus and not place.shared:
-            keys["workers.gpus"] = list(range(place.trainer_gpus, gpus.count))[: place.worker_gpus]
+        placement = memory.placement_of(with_keys(config, keys), gpus.count)
+        if not with_keys(config, keys).workers.gpus and not placement.shared:
+            keys["workers.gpus"] = list(range(placement.trainer_gpus, gpus.count))[
+                : placement.worker_gpus
+            ]
     workers = sum(memory.worker_parts(shape, with_keys(config, keys)).values())
-    room = gpus.usable - (place.per_gpu * workers if place.shared else 0)
-    trainer = memory.trainer_keys(shape, config, room, place.trainer_gpus)
+    room = gpus.usable - (placement.per_gpu * workers if placement.shared else 0)
+    trainer = memory.trainer_keys(shape, config, room, placement.trainer_gpus)
     if trainer is None:
         misfits.append("no key makes the trainer fit: more GPUs, or an adapter (lora.rank)")
     keys.update(trainer or {})

@@ -51,49 +51,50 @@ def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mis
     reference = store.held_weights(started.policy.digest)
     scorer = make_scorer(assets=assets, reference=reference, config=config)
     tokenizer = Tokenizer(assets, special_tokens=config.task.special_tokens)
-    made = rebuilder(run)
+    policies = rebuilder(run)
 
     def weights_of(version: int) -> tuple[Path, str]:
         report(f"scoring the batch under version {version}")
-        return made.weights(version), history.digest_of(version)
+        return policies.weights(version), history.digest_of(version)
 
     return measure(batch, scorer, weights_of, tokenizer)
 
 
-def print_mismatch(found: Mismatch) -> None:
+def print_mismatch(mismatch: Mismatch) -> None:
     """The figures as tables."""
     emit_table(
         ("cause", "mean", "size", "p99", "largest", "share", "meaning"),
         [
             (
-                one.cause,
-                one.mean,
-                one.size,
-                one.p99,
-                one.largest,
-                "-" if one.share is None else f"{one.share:.1%}",
-                MEANINGS[one.cause],
+                metric.cause,
+                metric.mean,
+                metric.size,
+                metric.p99,
+                metric.largest,
+                "-" if metric.share is None else f"{metric.share:.1%}",
+                MEANINGS[metric.cause],
             )
-            for one in found.metrics
+            for metric in mismatch.metrics
         ],
-        title=f"Step {found.step}: log ratios of {found.tokens} tokens of"
-        f" {found.trajectories} trajectories, nats",
+        title=f"Step {mismatch.step}: log ratios of {mismatch.tokens} tokens of"
+        f" {mismatch.trajectories} trajectories, nats",
     )
     emit_table(
         ("staleness of the token", "tokens", "mean", "size", "p99", "largest"),
         [
-            (age, one.tokens, one.mean, one.size, one.p99, one.largest)
-            for age, one in found.by_staleness.items()
+            (age, metric.tokens, metric.mean, metric.size, metric.p99, metric.largest)
+            for age, metric in mismatch.by_staleness.items()
         ],
         title="Effect of staleness, by staleness",
     )
-    if found.rerouted is not None:
-        one = found.rerouted
+    if mismatch.rerouted is not None:
+        rerouted = mismatch.rerouted
         emit_line(
-            f"routing: {one.differing} of {one.choices} expert choices (token, layer) differ; "
+            f"routing: {rerouted.differing} of {rerouted.choices} expert choices (token,"
+            " layer) differ; "
             "the step uses the logged routing, so `all` alone contains the difference"
         )
-    again = found.tokenization
+    again = mismatch.tokenization
     if again is None:
         return
     line = f"tokenization: {again.differing} of {again.trajectories} trajectories get other ids"

@@ -45,9 +45,9 @@ def takes_unicode() -> bool:
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
-def _escaped(found: re.Match[str]) -> str:
-    one = found[0]
-    return one if one.isprintable() else json.dumps(one)[1:-1]
+def _escaped(match: re.Match[str]) -> str:
+    char = match[0]
+    return char if char.isprintable() else json.dumps(char)[1:-1]
 
 
 def emit_table(
@@ -79,7 +79,7 @@ def flow(cells: Sequence[str]) -> list[Sequence[str]]:
     width = max(map(len, cells), default=0) + len("  ")
     across = max(1, (terminal_columns() or PIPE_COLUMNS) // width)
     padded = [cell.ljust(width) for cell in cells]
-    return [padded[at : at + across] for at in range(0, len(cells), across)]
+    return [padded[index : index + across] for index in range(0, len(cells), across)]
 
 
 def emit_flow(lines: Iterable[Sequence[str]]) -> None:

@@ -55,7 +55,7 @@ class RunsPages(ExitStack):
     def _worker(self, name: str) -> QueryWorker:
         with self._lock:
             if name not in self._workers:
-                if name not in {found.parent.name for found in self._root.glob("*/config.toml")}:
+                if name not in {path.parent.name for path in self._root.glob("*/config.toml")}:
                     raise UsageError(f"no run {name!r} in {self._root}")
                 worker = QueryWorker(partial(open_source, name, self._root, self._redact))
                 self._workers[name] = self.enter_context(closing(worker))

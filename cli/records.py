@@ -64,7 +64,7 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
         "steps": stats.version,
         "reward": stats.steps[-1].reward if stats.steps else None,
         "of": run.config.run.steps,
-        "task": ", ".join(one.name or one.kind for one in run.config.tasks),
+        "task": ", ".join(task.name or task.kind for task in run.config.tasks),
         "log": run.directory.bus_url(run.config),
         "state": stats.state,
     }
@@ -92,32 +92,32 @@ def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
     }
 
 
-def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
+def print_records(run: OpenRun, query: Wanted, *, as_json: bool) -> None:
     """Print one line per record.
 
     Raises UsageError for an unknown topic, and InvariantBroken, last, for trajectories that differ
     from control.
     """
-    name = f"{run.config.run.name}.{wanted.topic}"
+    name = f"{run.config.run.name}.{query.topic}"
     if name not in run.topics.all():
-        known = ", ".join(one.partition(".")[2] for one in run.topics.all())
-        raise UsageError(f"no topic {wanted.topic!r}", hint=f"there are: {known}")
-    partition = None if wanted.partition < 0 else wanted.partition
-    held = _Held(run, wanted)
+        known_topics = ", ".join(topic.partition(".")[2] for topic in run.topics.all())
+        raise UsageError(f"no topic {query.topic!r}", hint=f"there are: {known_topics}")
+    partition = None if query.partition < 0 else query.partition
+    held = _Held(run, query)
     shown = 0
-    for record in _from(run, name, wanted.offset, partition, follow=wanted.follow):
-        if wanted.key and _text(record.key) != wanted.key:
+    for record in _from(run, name, query.offset, partition, follow=query.follow):
+        if query.key and _text(record.key) != query.key:
             continue
         held.hold(record)
-        content = readable(wanted.topic, record)
-        if wanted.kind and content.get("kind") != wanted.kind:
+        content = readable(query.topic, record)
+        if query.kind and content.get("kind") != query.kind:
             continue
         if as_json:
             emit_json({**_place(record), "key": _text(record.key), "record": content})
         else:
             emit_line(record_line(record, content, terminal_columns()))
         shown += 1
-        if shown == wanted.limit:
+        if shown == query.limit:
             break
     else:
         held.all_was_read()
@@ -127,16 +127,16 @@ def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
 class _Held:
     """Check printed trajectories against control, except with `--follow`."""
 
-    def __init__(self, run: OpenRun, wanted: Wanted) -> None:
+    def __init__(self, run: OpenRun, query: Wanted) -> None:
         self.damage = Damage()
         self._left: dict[tuple[int, int], LoggedEntry] = {}
-        if wanted.topic == "trajectories" and not wanted.follow:
+        if query.topic == "trajectories" and not query.follow:
             self._left = {
-                (one.partition, one.offset): one
-                for one in _named(run)
-                if wanted.partition in (-1, one.partition)
-                and one.offset >= wanted.offset
-                and wanted.key in ("", group_of(one.trajectory))
+                (trajectory.partition, trajectory.offset): trajectory
+                for trajectory in _named(run)
+                if query.partition in (-1, trajectory.partition)
+                and trajectory.offset >= query.offset
+                and query.key in ("", group_of(trajectory.trajectory))
             }
 
     def hold(self, record: Record) -> None:
@@ -171,17 +171,17 @@ def record_line(record: Record, content: Mapping[str, Any], width: int | None) -
     Example: ``0:7  step-committed  trainer  step=3 attempt=1 +12``
     """
     head = [f"{record.partition}:{record.offset}", str(content.get("kind", ""))]
-    line = printable("  ".join(one for one in [*head, _text(record.key)] if one))
-    left = 0
+    line = printable("  ".join(part for part in [*head, _text(record.key)] if part))
+    omitted = 0
     for name, value in sorted(content.items(), key=lambda item: item[0].endswith("_ns")):
-        said = printable(f"{name}={_brief(value)}")
+        field = printable(f"{name}={_brief(value)}")
         if name == "kind":
             continue
-        if width is not None and cell_len(line) + cell_len(said) + len("  ") + MORE > width:
-            left += 1
+        if width is not None and cell_len(line) + cell_len(field) + len("  ") + MORE > width:
+            omitted += 1
         else:
-            line += f"  {said}"
-    return f"{line}  +{left}" if left else line
+            line += f"  {field}"
+    return f"{line}  +{omitted}" if omitted else line
 
 
 def _brief(value: Any) -> str:
@@ -191,7 +191,9 @@ def _brief(value: Any) -> str:
         return value or '""'
     if not isinstance(value, Sequence):
         return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    kinds = Counter(one["kind"] for one in value if isinstance(one, Mapping) and "kind" in one)
+    kinds = Counter(
+        entry["kind"] for entry in value if isinstance(entry, Mapping) and "kind" in entry
+    )
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"[{counts or len(value)}]" if value else "[]"
 
@@ -252,7 +254,7 @@ def _progress(progress: AnyProgress) -> dict[str, Any]:
 
 
 def _chunk(progress: Progress | EpisodeProgress) -> dict[str, Any]:
-    found = {
+    content = {
         "kind": "progress",
         **_progress(progress),
         "start": progress.start,
@@ -260,9 +262,9 @@ def _chunk(progress: Progress | EpisodeProgress) -> dict[str, Any]:
         "previous": progress.previous,
     }
     if isinstance(progress, EpisodeProgress):
-        turns = {one.turn for one in progress.segments if one.kind == "model"}
-        found |= {"kind": "episode-progress", "turns": sorted(turns), "finish": progress.finish}
-    return found
+        turns = {segment.turn for segment in progress.segments if segment.kind == "model"}
+        content |= {"kind": "episode-progress", "turns": sorted(turns), "finish": progress.finish}
+    return content
 
 
 def _call(progress: TurnProgress) -> dict[str, Any]:
@@ -281,8 +283,8 @@ def _call(progress: TurnProgress) -> dict[str, Any]:
 def _from(
     run: OpenRun, topic: str, offset: int, partition: int | None, *, follow: bool = False
 ) -> Iterator[Record]:
-    wanted = range(run.bus.partitions(topic)) if partition is None else [partition]
-    partitions = [TopicPartition(topic, one) for one in wanted]
+    numbers = range(run.bus.partitions(topic)) if partition is None else [partition]
+    partitions = [TopicPartition(topic, number) for number in numbers]
     ends = {tp: run.bus.end(tp) for tp in partitions}
     reader = run.bus.reader(dict.fromkeys(partitions, offset))
     try:

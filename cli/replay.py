@@ -64,7 +64,7 @@ def rebuilder(run: OpenRun) -> SourceRun:
 
 
 def replay_trajectories(
-    run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
+    run: OpenRun, requested: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
     """Repeat trajectories. Raises ReplayDiverged with the first that differs."""
     from dora_pipe.producers.worker.role import params_by_source
@@ -73,40 +73,40 @@ def replay_trajectories(
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
-    found: list[Regenerated] = []
+    results: list[Regenerated] = []
     with closing(run.tables()) as tables:
         chats = chats_of_run(tables, config, started, assets, tokenizer)
         params = params_by_source(config, tokenizer.stop_ids, chats)
-        names = chosen(tables, wanted, random, seed)
-        for name, some in engines_of(run.bus, run.topics, tables, names).items():
+        names = chosen(tables, requested, random, seed)
+        for name, trajectories in engines_of(run.bus, run.topics, tables, names).items():
             own = keeping_nothing(with_engine(config, name or config.workers.engine))
             with closing(
                 open_engine(assets=assets, config=own, decode=tokenizer.full_text)
             ) as engine:
-                for one in regenerate(
+                for regenerated in regenerate(
                     run.bus,
                     run.topics,
                     run.policies,
                     tables,
                     engine,
-                    some,
+                    trajectories,
                     params,
                     weights_of=rebuilder(run).weights,
                 ):
-                    found.append(one)
-                    _print_trajectory(one, as_json=as_json)
-    equal = sum(one.equal for one in found)
-    tokens = sum(one.tokens for one in found)
-    say(f"{equal} of {len(found)} trajectories bit-equal, {tokens} sampled tokens")
-    for one in found:
-        raise_if_different(one)
+                    results.append(regenerated)
+                    _print_trajectory(regenerated, as_json=as_json)
+    equal = sum(result.equal for result in results)
+    tokens = sum(result.tokens for result in results)
+    say(f"{equal} of {len(results)} trajectories bit-equal, {tokens} sampled tokens")
+    for regenerated in results:
+        raise_if_different(regenerated)
 
 
-def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> list[str]:
+def chosen(tables: Catalogue, names: Sequence[str], random: int, seed: int) -> list[str]:
     """Return named and random trajectories, sorted. Raises UsageError."""
-    for name in wanted:
+    for name in names:
         counted_record(tables, name)
-    return sorted({*wanted, *(pick(tables, random, seed) if random else ())})
+    return sorted({*names, *(pick(tables, random, seed) if random else ())})
 
 
 def _print_step(line: StepResult, *, as_json: bool) -> None:
@@ -121,14 +121,20 @@ def _print_step(line: StepResult, *, as_json: bool) -> None:
     ratio = "" if line.time_ratio is None else f" ({line.time_ratio:.2f}x)"
     times = f"{step.compute_s_committed:.3f} s then, {step.compute_s_replayed:.3f} s now{ratio}"
     emit_line(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
-    for one in line.metrics[:METRICS_SHOWN_MAX]:
-        emit_line(f"    {one.line}")
+    for metric in line.metrics[:METRICS_SHOWN_MAX]:
+        emit_line(f"    {metric.line}")
     if more := line.metrics[METRICS_SHOWN_MAX:]:
         emit_line(f"    and {len(more)} more metrics")
     if line.distances:
         rows = [
-            (one.tensor, one.differing, one.elements, f"{one.absolute_max:.3e}", one.relative_max)
-            for one in line.distances[:DISTANCES_SHOWN_MAX]
+            (
+                distance.tensor,
+                distance.differing,
+                distance.elements,
+                f"{distance.absolute_max:.3e}",
+                distance.relative_max,
+            )
+            for distance in line.distances[:DISTANCES_SHOWN_MAX]
         ]
         emit_table(("tensor", "other bits", "of", "largest distance", "relative"), rows)
 
@@ -141,8 +147,8 @@ def _step_json(line: StepResult) -> Mapping[str, Any]:
         "equal": line.equal,
         "weights_equal": step.equal,
         "metrics": [
-            {"name": one.name, "committed": one.committed, "replayed": one.replayed}
-            for one in line.metrics
+            {"name": metric.name, "committed": metric.committed, "replayed": metric.replayed}
+            for metric in line.metrics
         ],
         "digest_committed": step.digest_committed,
         "digest_replayed": step.digest_replayed,
@@ -152,13 +158,13 @@ def _step_json(line: StepResult) -> Mapping[str, Any]:
         "other_numerics": step.other_numerics,
         "distances": [
             {
-                "tensor": one.tensor,
-                "differing": one.differing,
-                "elements": one.elements,
-                "absolute_max": one.absolute_max,
-                "relative_max": one.relative_max,
+                "tensor": distance.tensor,
+                "differing": distance.differing,
+                "elements": distance.elements,
+                "absolute_max": distance.absolute_max,
+                "relative_max": distance.relative_max,
             }
-            for one in line.distances
+            for distance in line.distances
         ],
     }
 
@@ -174,22 +180,22 @@ def _sum_up(lines: Sequence[StepResult]) -> None:
     )
 
 
-def _print_trajectory(found: Regenerated, *, as_json: bool) -> None:
+def _print_trajectory(regenerated: Regenerated, *, as_json: bool) -> None:
     if as_json:
         emit_json(
             {
-                "trajectory": found.trajectory,
-                "version": found.version,
-                "prefills": found.prefills,
-                "tokens": found.tokens,
-                "equal": found.equal,
-                "difference": found.difference,
+                "trajectory": regenerated.trajectory,
+                "version": regenerated.version,
+                "prefills": regenerated.prefills,
+                "tokens": regenerated.tokens,
+                "equal": regenerated.equal,
+                "difference": regenerated.difference,
             }
         )
         return
-    verdict = "equal" if found.equal else f"DIFFERS: {found.difference}"
-    prefills = f"{found.prefills} prefill{'s' if found.prefills != 1 else ''}"
+    verdict = "equal" if regenerated.equal else f"DIFFERS: {regenerated.difference}"
+    prefills = f"{regenerated.prefills} prefill{'s' if regenerated.prefills != 1 else ''}"
     emit_line(
-        f"{found.trajectory}  version {found.version:>4}  {found.tokens:>5} tokens  "
-        f"{prefills}  {verdict}"
+        f"{regenerated.trajectory}  version {regenerated.version:>4}"
+        f"  {regenerated.tokens:>5} tokens  {prefills}  {verdict}"
     )

@@ -58,7 +58,7 @@ def rescore_run(
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
     file = run.directory.path / FOLDER / f"{_name_of(rewards)}.jsonl"
-    damage, found = Damage(), list[Rescored]()
+    damage, rescored = Damage(), list[Rescored]()
     with opened_task(run, config, other_rewards=bool(rewards)) as task:
         if not rewards:
             say_other_code("reward's code", task.recorded, task.reward_digest)
@@ -73,39 +73,42 @@ def rescore_run(
             together=together,
             agents=bool(rewards),
         )
-        _write(file, _noted(results, found, len(logged), report))
+        _write(file, _noted(results, rescored, len(logged), report))
     with closing(run.tables()) as tables:
-        scored = {one.trajectory: one.reward for one in found if not one.lost}
+        scored = {result.trajectory: result.reward for result in rescored if not result.lost}
         comparison = comparison_of(tables, scored)
-    different = [one for one in found if one.difference and not rewards]
+    different = [result for result in rescored if result.difference and not rewards]
     if as_json:
-        differences = {one.trajectory: one.difference for one in different}
+        differences = {result.trajectory: result.difference for result in different}
         emit_json({"file": str(file), "differences": differences, **comparison.plain()})
     else:
         if not rewards:
-            _print_own(found, different)
+            _print_own(rescored, different)
         _print(comparison, file, len(scored))
-    for lost in [one for one in found if one.lost][:LINES_MAX]:
+    for lost in [result for result in rescored if result.lost][:LINES_MAX]:
         say(f"not scored: {lost.trajectory}: {lost.error}")
     raise_if_damaged(damage, ", and not scored")
     if different:
         first = different[0]
         raise ReplayDiverged(
-            f"{len(different)} of {len(found)} trajectories differ, first {first.trajectory}:"
+            f"{len(different)} of {len(rescored)} trajectories differ, first {first.trajectory}:"
             f" {first.difference}",
             hint="a nondeterministic task also differs without a change",
         )
 
 
 def _noted(
-    results: Iterable[Rescored], found: list[Rescored], total: int, report: CommandProgress
+    results: Iterable[Rescored], rescored: list[Rescored], total: int, report: CommandProgress
 ) -> Iterator[RescoredLine]:
-    for one in results:
-        found.append(one)
-        report("scoring", len(found), total)
-        if not one.lost:
+    for result in results:
+        rescored.append(result)
+        report("scoring", len(rescored), total)
+        if not result.lost:
             yield RescoredLine(
-                trajectory=one.trajectory, reward=one.reward, parts=dict(one.parts), error=one.error
+                trajectory=result.trajectory,
+                reward=result.reward,
+                parts=dict(result.parts),
+                error=result.error,
             )
 
 
@@ -123,28 +126,30 @@ def _name_of(rewards: Sequence[str]) -> str:
     return words[:NAME_CHARACTERS] or OWN
 
 
-def _print_own(found: Sequence[Rescored], different: Sequence[Rescored]) -> None:
-    for one in different[:LINES_MAX]:
-        emit_line(f"{one.trajectory}  DIFFERS: {one.difference}")
-    skipped = sum(bool(one.not_compared) for one in found)
-    equal = len(found) - len(different) - skipped
+def _print_own(rescored: Sequence[Rescored], different: Sequence[Rescored]) -> None:
+    for result in different[:LINES_MAX]:
+        emit_line(f"{result.trajectory}  DIFFERS: {result.difference}")
+    skipped = sum(bool(result.not_compared) for result in rescored)
+    equal = len(rescored) - len(different) - skipped
     rest = f", {skipped} not compared" if skipped else ""
-    emit_line(f"compared     {equal} of {len(found)} trajectories as recorded{rest}")
+    emit_line(f"compared     {equal} of {len(rescored)} trajectories as recorded{rest}")
 
 
-def _print(found: Comparison, file: Path, scored: int) -> None:
-    emit_line(f"scored       {scored} trajectories, {found.trajectories} of groups that have ended")
+def _print(comparison: Comparison, file: Path, scored: int) -> None:
+    emit_line(
+        f"scored       {scored} trajectories, {comparison.trajectories} of groups that have ended"
+    )
     emit_line(f"written to   {file}")
-    mean = f"mean of training {show(found.old)} -> {show(found.new)}"
-    emit_line(f"rewards      {len(found.differ)} of {found.trajectories} differ, {mean}")
-    moves = Counter(f"{group.old} -> {group.new}" for group in found.outcomes)
+    mean = f"mean of training {show(comparison.old)} -> {show(comparison.new)}"
+    emit_line(f"rewards      {len(comparison.differ)} of {comparison.trajectories} differ, {mean}")
+    moves = Counter(f"{group.old} -> {group.new}" for group in comparison.outcomes)
     words = ", ".join(f"{count} {move}" for move, count in sorted(moves.items()))
     emit_line(f"outcomes     {words or 'equal for every group'}")
-    emit_line(f"advantages   {len(found.signs)} of {found.advantages} have another sign")
-    if found.first is not None:
-        emit_line(f"first step with another outcome or advantage: {found.first}")
-    if found.left_out:
-        say(f"{found.left_out} groups are left out: not all their trajectories are scored")
-    if found.differ:
+    emit_line(f"advantages   {len(comparison.signs)} of {comparison.advantages} have another sign")
+    if comparison.first is not None:
+        emit_line(f"first step with another outcome or advantage: {comparison.first}")
+    if comparison.left_out:
+        say(f"{comparison.left_out} groups are left out: not all their trajectories are scored")
+    if comparison.differ:
         emit_line()
-        emit_table(("trajectory", "reward then", "now"), found.differ[:LINES_MAX])
+        emit_table(("trajectory", "reward then", "now"), comparison.differ[:LINES_MAX])

@@ -59,12 +59,12 @@ def retrain_run(
     source = SourceRun.of(run)
     steps = source.steps(first, end)
 
-    def told(step: int) -> None:
+    def report_step(step: int) -> None:
         report(f"step {step + 1}", max(0, step + 1 - steps.start), len(steps))
 
     report("reading the log")
     try:
-        done = retrain(source, steps, change, out, report=told)
+        done = retrain(source, steps, change, out, report=report_step)
     finally:
         end_ranks()
     _print(done, out, as_json=as_json)

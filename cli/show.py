@@ -64,24 +64,24 @@ MARKS_SHOWN: Final = 2
 
 def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
     """Print the progress of a run."""
-    found = overview(run)
+    run_overview = overview(run)
     if as_json:
-        emit_json(found.plain())
+        emit_json(run_overview.plain())
     else:
-        print_overview(found, everything=everything)
+        print_overview(run_overview, everything=everything)
 
 
-def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
+def show_id(run: OpenRun, identifier: str, *, everything: bool, as_json: bool) -> None:
     """Print the lineage of a step, group or trajectory."""
-    description = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in)
+    description = describe(run.bus, run.topics, run.policies, identifier, decoder=decoder_in)
     if as_json:
         emit_json(description)
     elif "metrics" in description and not everything:  # of a step
         print_step(description, run.topics.run)
     else:
         print_description(description)
-    for one in description.get(DAMAGE, ()):
-        raise InvariantBroken(one["what"], hint="`dora-pipe audit` checks the whole log")
+    for defect in description.get(DAMAGE, ()):
+        raise InvariantBroken(defect["what"], hint="`dora-pipe audit` checks the whole log")
 
 
 # A run.
@@ -111,13 +111,17 @@ class Overview:
             "log": self.log,
             "steps": stats.version,
             "steps_planned": stats.steps_planned,
-            "rewards": [one.reward for one in stats.steps],
-            "task_rewards": [dict(one.task_rewards) for one in stats.steps],
-            "parts": [one.parts for one in stats.steps],
+            "rewards": [step.reward for step in stats.steps],
+            "task_rewards": [dict(step.task_rewards) for step in stats.steps],
+            "parts": [step.parts for step in stats.steps],
             "evaluation": next(
-                ({"version": one.version, "reward": one.reward} for one in evaluated), None
+                (
+                    {"version": evaluation.version, "reward": evaluation.reward}
+                    for evaluation in evaluated
+                ),
+                None,
             ),
-            "evaluations": [asdict(one) for one in self.evaluations],
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "best": None
             if self.best is None
             else dict(zip(("version", "reward"), self.best, strict=True)),
@@ -127,9 +131,9 @@ class Overview:
             "selection": list(self.selection),
             "errors": dict(stats.errors),
             "faults": by_fault(stats.errors),
-            "step_errors": [dict(one.errors) for one in stats.steps],
+            "step_errors": [dict(step.errors) for step in stats.steps],
             "waits": asdict(self.waits),
-            "marks": [asdict(one) for one in stats.marks],
+            "marks": [asdict(mark) for mark in stats.marks],
             **({"agents": dict(zip(_AGENTS, self.agents, strict=True))} if self.agents else {}),
         }
 
@@ -164,32 +168,32 @@ def overview(run: OpenRun) -> Overview:
 
 def staleness(stats: RunStats) -> list[tuple[int, int]]:
     """Return (staleness, groups) of the kept steps."""
-    found: Counter[int] = Counter()
-    for one in stats.steps:
-        found.update(dict(one.staleness))
-    return sorted(found.items())
+    counts: Counter[int] = Counter()
+    for step in stats.steps:
+        counts.update(dict(step.staleness))
+    return sorted(counts.items())
 
 
-def print_overview(found: Overview, *, everything: bool = False) -> None:
+def print_overview(overview: Overview, *, everything: bool = False) -> None:
     """Print a run; `everything` includes every evaluation and mark."""
-    stats = found.stats
-    emit_line(f"{stats.run}: {found.state}")
+    stats = overview.stats
+    emit_line(f"{stats.run}: {overview.state}")
     emit_line()
-    pairs = {"log": found.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
+    pairs = {"log": overview.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
     if stats.errors:
         share = stats.errors.total() / max(1, stats.trajectories.total())
         pairs["no reward"] = f"{share:.1%} of the trajectories; {_errors(stats.errors)}"
-    if stats.steps and any(len(one) > 1 for one in stats.steps[-1].parts.values()):
+    if stats.steps and any(len(part) > 1 for part in stats.steps[-1].parts.values()):
         pairs["parts"] = _parts(stats.steps[-1])
     if stats.steps and stats.steps[-1].task_rewards:
         last = stats.steps[-1].task_rewards
         pairs["of tasks"] = ", ".join(f"{name} {value:.3f}" for name, value in last)
-    if found.best is not None:
-        version, reward = found.best
+    if overview.best is not None:
+        version, reward = overview.best
         pairs["best"] = f"version {version}, {reward:.3f}"
-    if found.agents is not None:
+    if overview.agents is not None:
         pairs["agents"] = "{:.0f} trajectories, {:.1f} calls and {:.1f} contexts each".format(
-            *found.agents
+            *overview.agents
         )
     pairs["staleness"] = _staleness(stats)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stats.outcomes.most_common())
@@ -198,9 +202,9 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
     pairs |= _marks(stats.marks, everything=everything)
     emit_pairs(pairs)
     emit_line()
-    print_evaluations(found.evaluations, everything=everything)
-    _print_selection(found.selection)
-    waits = [_waited(one) for one in found.waits.shown]
+    print_evaluations(overview.evaluations, everything=everything)
+    _print_selection(overview.selection)
+    waits = [_waited(role) for role in overview.waits.shown]
     emit_table(("role", "waited", "share", "most of it for"), waits)
     say(f"show {stats.run} STEP describes a step, why {stats.run} the waits")
 
@@ -251,24 +255,27 @@ def _earlier(count: int) -> str:
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
     """Return `EVALUATIONS_SHOWN` versions of each evaluation: first, newest, best, then newer."""
     places: dict[str, list[int]] = {}
-    for place, one in enumerate(evaluations):
-        places.setdefault(one.evaluation, []).append(place)
+    for index, evaluation in enumerate(evaluations):
+        places.setdefault(evaluation.evaluation, []).append(index)
     best = _best_of(evaluations)
     kept: set[int] = set()
     for name, of_name in places.items():
-        top = [place for place in of_name if evaluations[place].version == best.get(name)]
+        top = [index for index in of_name if evaluations[index].version == best.get(name)]
         by_rank = dict.fromkeys([of_name[0], of_name[-1], *top, *reversed(of_name)])
         kept.update(itertools.islice(by_rank, EVALUATIONS_SHOWN))
-    return [one for place, one in enumerate(evaluations) if place in kept]
+    return [evaluation for index, evaluation in enumerate(evaluations) if index in kept]
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
     """Best mean reward by evaluation; the first of equals."""
     best: dict[str, tuple[int, float, int]] = {}
-    for one in evaluations:
-        mean = next((v.value for k, v in one.metrics.items() if k.startswith("mean@")), None)
-        if mean is not None and (one.prompts, mean) > best.get(one.evaluation, (0, -math.inf))[:2]:
-            best[one.evaluation] = (one.prompts, mean, one.version)
+    for evaluation in evaluations:
+        mean = next((v.value for k, v in evaluation.metrics.items() if k.startswith("mean@")), None)
+        if (
+            mean is not None
+            and (evaluation.prompts, mean) > best.get(evaluation.evaluation, (0, -math.inf))[:2]
+        ):
+            best[evaluation.evaluation] = (evaluation.prompts, mean, evaluation.version)
     return {name: version for name, (*_, version) in best.items()}
 
 
@@ -280,19 +287,21 @@ def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> 
     count = len(evaluations) - len(shown)
     left_out = f"; {counted(count, 'evaluation')} left out (--all)" if count else ""
     best = _best_of(evaluations)
-    metrics = list(dict.fromkeys(name for one in shown for name in one.metrics))
+    metrics = list(dict.fromkeys(name for evaluation in shown for name in evaluation.metrics))
     parts = [name for name in metrics if name.startswith("part/")]
     metrics = [name for name in metrics if name not in parts]
-    named = any(one.evaluation for one in shown)
+    named = any(evaluation.evaluation for evaluation in shown)
     for names, title in ((metrics, "evaluations"), (parts, "parts of their rewards")):
         rows = [
             (
-                f"{one.version} (best)" if best.get(one.evaluation) == one.version else one.version,
-                *([one.evaluation] if named else []),
-                one.prompts,
-                *(_interval(one.metrics.get(name)) for name in names),
+                f"{evaluation.version} (best)"
+                if best.get(evaluation.evaluation) == evaluation.version
+                else evaluation.version,
+                *([evaluation.evaluation] if named else []),
+                evaluation.prompts,
+                *(_interval(evaluation.metrics.get(name)) for name in names),
             )
-            for one in shown
+            for evaluation in shown
         ]
         columns = ("version", *(["evaluation"] if named else []), "prompts")
         heads = (name.removeprefix("part/") for name in names)
@@ -302,20 +311,22 @@ def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> 
             emit_line()
 
 
-def _interval(one: Interval | None) -> str:
-    return "" if one is None else f"{one.value:.3f} ({one.low:.2f}-{one.high:.2f})"
+def _interval(interval: Interval | None) -> str:
+    return (
+        "" if interval is None else f"{interval.value:.3f} ({interval.low:.2f}-{interval.high:.2f})"
+    )
 
 
-def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
-    most = f"{one.waits[0][0]}: {duration(one.waits[0][1])}" if one.waits else ""
-    return one.role, duration(one.waited_s), f"{one.share(one.waited_s):.0%}", most
+def _waited(waits: RoleWaits) -> tuple[str, str, str, str]:
+    most = f"{waits.waits[0][0]}: {duration(waits.waits[0][1])}" if waits.waits else ""
+    return waits.role, duration(waits.waited_s), f"{waits.share(waits.waited_s):.0%}", most
 
 
 def _task(stats: RunStats) -> str:
     config = {} if stats.started is None else stats.started.config
     rollout, workers = config.get("rollout", {}), config.get("workers", {})
     sections = [config.get("task", {}), *config.get("more_tasks", ())]
-    tasks = [str(one.get("name") or one.get("kind", "?")) for one in sections]
+    tasks = [str(section.get("name") or section.get("kind", "?")) for section in sections]
     return (
         f"{', '.join(tasks) or '?'}, {rollout.get('prompts_per_step', '?')} groups of "
         f"{rollout.get('group_size', '?')} a step, {workers.get('count', '?')} workers"
@@ -323,13 +334,13 @@ def _task(stats: RunStats) -> str:
 
 
 def _reward(steps: list[StepStats]) -> str:
-    known = [one.reward for one in steps if one.reward is not None]
-    if not known:
+    rewards = [step.reward for step in steps if step.reward is not None]
+    if not rewards:
         return "no step yet"
     width = terminal_columns()
     room = CURVE_MAX if width is None else max(8, min(CURVE_MAX, width - LABEL))
-    curve = sparkline(_shared(known, room), plain=not draws_blocks())
-    return f"{known[0]:.3f} {curve} {known[-1]:.3f} at step {steps[-1].step}"
+    curve = sparkline(_shared(rewards, room), plain=not draws_blocks())
+    return f"{rewards[0]:.3f} {curve} {rewards[-1]:.3f} at step {steps[-1].step}"
 
 
 def _errors(errors: Mapping[str, int]) -> str:
@@ -341,38 +352,38 @@ def _errors(errors: Mapping[str, int]) -> str:
 
 
 def _parts(step: StepStats) -> str:
-    said = (
+    parts = (
         (f"{task}: " if task else "")
         + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
         for task, parts in step.parts.items()
     )
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def _shared(values: list[float], most: int) -> list[float]:
     """Average neighbors to get at most `most` values."""
     if len(values) <= most:
         return values
-    edges = [len(values) * place // most for place in range(most + 1)]
+    edges = [len(values) * index // most for index in range(most + 1)]
     pieces = [values[low:high] for low, high in pairwise(edges)]
     return [sum(piece) / len(piece) for piece in pieces]
 
 
 def _staleness(stats: RunStats) -> str:
-    found = staleness(stats)
-    total = sum(count for _, count in found) or 1
-    said = ", ".join(f"{value}: {count / total:.0%}" for value, count in found)
+    counts = staleness(stats)
+    total = sum(count for _, count in counts) or 1
+    text = ", ".join(f"{value}: {count / total:.0%}" for value, count in counts)
     bound = "" if stats.bound is None else f" (bound {stats.bound})"
-    return f"{said or 'no step yet'}{bound}"
+    return f"{text or 'no step yet'}{bound}"
 
 
 def _steps(steps: list[StepStats]) -> str:
-    timed = [one for one in steps if one.seconds is not None]
+    timed = [step for step in steps if step.seconds is not None]
     if not timed:
         return "no step was timed"
-    lasted = sum(one.seconds or 0.0 for one in timed)
+    lasted = sum(step.seconds or 0.0 for step in timed)
     return (
-        f"{duration(lasted / len(timed))} each, {sum(one.tokens for one in timed) / lasted:,.0f} "
+        f"{duration(lasted / len(timed))} each, {sum(step.tokens for step in timed) / lasted:,.0f} "
         f"sampled tokens/s trained"
     )
 
@@ -392,7 +403,7 @@ def print_step(description: Description, run: str) -> None:
     if "parts" in step:
         emit_line(f"parts of {step['parts']} groups; {show(step['early s'])} s computed early")
     emit_line(f"batch reason: {step['batch reason']}")
-    invalid = Counter(one for of in groups for one in of.get("no reward", "").split())
+    invalid = Counter(error for of in groups for error in of.get("no reward", "").split())
     if invalid:
         emit_line(f"{invalid.total()} trajectories without a reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
@@ -400,7 +411,7 @@ def print_step(description: Description, run: str) -> None:
     versions, worst = _by_version(groups), _worst(rows)
     emit_flow(shown)
     _print_versions(versions)
-    named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
+    named = flow([f"{group['group']} {show(_mean(_rewards(group)))}" for group in groups])
     _print_groups(named[:GROUP_LINES], len(groups))
     _print_worst(worst)
     if DAMAGE not in description:
@@ -408,19 +419,19 @@ def print_step(description: Description, run: str) -> None:
 
 
 def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    found: dict[int, list[Mapping[str, Any]]] = {}
-    for one in groups:
-        if "version" in one:
-            found.setdefault(one["version"], []).append(one)
+    groups_by_version: dict[int, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        if "version" in group:
+            groups_by_version.setdefault(group["version"], []).append(group)
     return [
         (
             version,
             of[0]["staleness"],
             len(of),
-            _mean([reward for one in of for reward in _rewards(one)]),
-            sum(one["tokens"] for one in of),
+            _mean([reward for group in of for reward in _rewards(group)]),
+            sum(group["tokens"] for group in of),
         )
-        for version, of in sorted(found.items())
+        for version, of in sorted(groups_by_version.items())
     ]
 
 
@@ -436,14 +447,14 @@ def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
 
 
 def _worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted((one for one in rows if _size(one)), key=_size, reverse=True)[:WORST]
+    return sorted((row for row in rows if _size(row)), key=_size, reverse=True)[:WORST]
 
 
 def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
     columns = ("trajectory", "version", "reward", "advantage", "tokens", "ratio_min", "ratio_max")
     emit_table(
         (*columns, "clipped_share"),
-        [[one.get(name) for name in (*columns, "clipped_share")] for one in worst],
+        [[row.get(name) for name in (*columns, "clipped_share")] for row in worst],
         title=f"the {len(worst)} trajectories with the worst ratios"
         if worst
         else "ratios: the contributions file of the step is not in the store",
@@ -453,11 +464,11 @@ def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
 def _size(row: Mapping[str, Any]) -> float:
     """Return the largest |ln ratio|."""
     ratios = [row.get("ratio_min"), row.get("ratio_max")]
-    return max((abs(math.log(one)) for one in ratios if one), default=0.0)
+    return max((abs(math.log(ratio)) for ratio in ratios if ratio), default=0.0)
 
 
 def _rewards(group: Mapping[str, Any]) -> list[float]:
-    return [float(one) for one in str(group.get("rewards", "")).split() if one != "-"]
+    return [float(word) for word in str(group.get("rewards", "")).split() if word != "-"]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,7 +33,7 @@ class Table:
         count = max([len(self._head), *(len(row) for row in self._rows)], default=0)
         self._kept = list(range(count))
         lines = [self._head, *self._rows] if self._head else self._rows
-        cells = [[line[at] for line in lines if at < len(line)] for at in range(count)]
+        cells = [[line[index] for line in lines if index < len(line)] for index in range(count)]
         self._widths = [max(map(cell_len, of), default=0) for of in cells]
         words = [[word for cell in of for word in cell.split(" ")] for of in cells]
         longest = [max(map(cell_len, of), default=0) for of in words]
@@ -48,21 +48,21 @@ class Table:
 
         With `COLUMNS_MIN` columns left, or without a head, it may be wider.
         """
-        gone: list[str] = []
+        removed: list[str] = []
         if width is None:
-            return gone
+            return removed
         while self._head and len(self._kept) > COLUMNS_MIN and self._room(self._least) > width:
-            gone.append(self._head[self._kept.pop()])
+            removed.append(self._head[self._kept.pop()])
         while self._room(self._widths) > width:
-            slack = {at: self._widths[at] - self._least[at] for at in self._kept}
-            widest = max(slack, key=lambda at: (slack[at] > 0, self._widths[at]))
+            slack = {column: self._widths[column] - self._least[column] for column in self._kept}
+            widest = max(slack, key=lambda column: (slack[column] > 0, self._widths[column]))
             if slack[widest] <= 0:
                 break
             self._widths[widest] -= 1
-        return gone
+        return removed
 
     def _room(self, widths: Sequence[int]) -> int:
-        return sum(widths[at] for at in self._kept) + GAP * (len(self._kept) - 1)
+        return sum(widths[column] for column in self._kept) + GAP * (len(self._kept) - 1)
 
     def print(self, stream: TextIO, *, styled: bool) -> None:
         drawn = Drawn(
@@ -72,10 +72,14 @@ class Table:
             header_style="bold",
             show_header=bool(self._head),
         )
-        for at in self._kept:
-            drawn.add_column(Text(self._head[at]) if self._head else "", width=self._widths[at])
+        for column in self._kept:
+            drawn.add_column(
+                Text(self._head[column]) if self._head else "", width=self._widths[column]
+            )
         for row in self._rows:
-            drawn.add_row(*(Text(row[at]) if at < len(row) else "" for at in self._kept))
+            drawn.add_row(
+                *(Text(row[column]) if column < len(row) else "" for column in self._kept)
+            )
         width = max(1, self._room(self._widths))
         color: Literal["auto"] | None = "auto" if styled else None
         console = Console(file=stream, highlight=False, width=width, color_system=color)
@@ -86,11 +90,11 @@ class Table:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Number repeated names: ``distinct(["run", "run"]) == ["run", "run (2)"]``."""
-    found: list[str] = []
+    taken: list[str] = []
     for name in names:
         number, unique = 1, name
-        while unique in found:
+        while unique in taken:
             number += 1
             unique = f"{name} ({number})"
-        found.append(unique)
-    return found
+        taken.append(unique)
+    return taken

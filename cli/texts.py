@@ -34,14 +34,14 @@ def decoder_of(run: OpenRun) -> Decode | None:
         started, _ = policy_after(run.bus, run.topics, 0)
         return run.policies.assets(started.assets_digest)
 
-    found = _tokenizer(assets, AS_IDS)
-    return None if found is None else found.full_text
+    tokenizer = _tokenizer(assets, AS_IDS)
+    return None if tokenizer is None else tokenizer.full_text
 
 
 def decoder_in(assets: Path) -> Decode | None:
     """Return a decoder from a model directory, or None."""
-    found = _tokenizer(lambda: assets, AS_IDS)
-    return None if found is None else found.full_text
+    tokenizer = _tokenizer(lambda: assets, AS_IDS)
+    return None if tokenizer is None else tokenizer.full_text
 
 
 def texts_of(run: OpenRun) -> TextColumns:
@@ -67,24 +67,24 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
 
 
 def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
-    wanted = {started.dataset_digest, started.eval_digest} - {""}
-    wanted |= {one.digest for one in started.datasets.values()}
-    found: dict[str, Rows] = {}
+    digests = {started.dataset_digest, started.eval_digest} - {""}
+    digests |= {dataset.digest for dataset in started.datasets.values()}
+    rows_by_digest: dict[str, Rows] = {}
     try:
-        for task in (one.task for one in pool_specs(run.config)):
+        for task in (spec.task for spec in pool_specs(run.config)):
             with importable(task.directory), reporting(say):
                 opened = open_task(task)
                 for split in ("train", "eval"):
                     rows = opened.rows(split)
                     digest, _ = rows_digest(rows, split)
-                    if digest in wanted:
-                        found[digest] = rows
+                    if digest in digests:
+                        rows_by_digest[digest] = rows
     except Exception as error:  # task code may raise anything
         _without(f"{type(error).__name__}: {error}")
         return {}
-    if found.keys() != wanted:
+    if rows_by_digest.keys() != digests:
         _without("the data differs from the run's data")
-    return found
+    return rows_by_digest
 
 
 def _without(why: str) -> None:

@@ -71,13 +71,13 @@ Full = Callable[[], str]
 
 
 def _looking(run: OpenRun) -> Full:
-    asked_s, said = 0.0, ""
+    asked_s, broker_text = 0.0, ""
 
     def full() -> str:
-        nonlocal asked_s, said
+        nonlocal asked_s, broker_text
         if time.monotonic() - asked_s >= ASK_S:
-            asked_s, said = time.monotonic(), broker_words(run.config, run.bus, run.topics)
-        return full_disk(run.directory.path, run.store) or said
+            asked_s, broker_text = time.monotonic(), broker_words(run.config, run.bus, run.topics)
+        return full_disk(run.directory.path, run.store) or broker_text
 
     return full
 
@@ -85,8 +85,8 @@ def _looking(run: OpenRun) -> Full:
 def _frame(stats: RunStats, full: Full, *, plain: bool) -> Screen:
     """Return the run's screen with disk warnings, which the log cannot contain."""
     shown = frame(stats, time.time_ns(), plain=plain)
-    found = "" if stats.over else full()
-    return replace(shown, head=f"{found}; {shown.head}") if found else shown
+    warning = "" if stats.over else full()
+    return replace(shown, head=f"{warning}; {shown.head}") if warning else shown
 
 
 def _show_once(console: Console, stats: RunStats, full: Full, *, screen: bool, plain: bool) -> None:
@@ -146,7 +146,7 @@ def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None
 
 def layout(shown: Screen, width: int, height: int) -> Layout:
     """Arrange a frame for a screen of this size."""
-    whole = Layout()
+    layout = Layout()
     rows = height - HEAD_ROWS
     upper = max(4, min(rows * 2 // 5 + 1, EDGES + _longest(shown.workers, shown.numbers)))
     if width >= WIDE:
@@ -161,8 +161,8 @@ def layout(shown: Screen, width: int, height: int) -> Layout:
         ]
     above = Layout(name="above", size=upper)
     above.split_row(_box(shown.workers, upper), _box(shown.numbers, upper))
-    whole.split_column(Layout(_head(shown, width), size=HEAD_ROWS), above, *parts)
-    return whole
+    layout.split_column(Layout(_head(shown, width), size=HEAD_ROWS), above, *parts)
+    return layout
 
 
 def _longest(*panels: Panel) -> int:

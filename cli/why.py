@@ -62,45 +62,45 @@ def _print_present(run: OpenRun, asked: Asked) -> None:
         say(f"{full}; the run waits for disk space and dispatches nothing")
     elif words := broker_words(run.config, run.bus, run.topics):
         say(words)
-    found = why_now(run.bus, run.topics, now_ns=time.time_ns())
-    if found.heard_s is not None and found.heard_s > STOPPED_AFTER_S:
+    answer = why_now(run.bus, run.topics, now_ns=time.time_ns())
+    if answer.heard_s is not None and answer.heard_s > STOPPED_AFTER_S:
         say(
-            f"no role of {run.topics.run} sent a status for {found.heard_s:,.0f} s: the run "
+            f"no role of {run.topics.run} sent a status for {answer.heard_s:,.0f} s: the run "
             "stopped or died (`dora-pipe run ... --resume` resumes it). Last known state:"
         )
-        moment_ns = found.at_ns - int(found.heard_s * 1e9)
-        found = why_at(run.bus, run.topics, at_ns=moment_ns)
-    _print_answer(found, asked)
+        moment_ns = answer.at_ns - int(answer.heard_s * 1e9)
+        answer = why_at(run.bus, run.topics, at_ns=moment_ns)
+    _print_answer(answer, asked)
 
 
 def _wait_of(run: OpenRun, step: int) -> StepWait:
     with closing(run.tables()) as tables:
-        return next(one for one in waits_of(tables) if one.step == step)
+        return next(wait for wait in waits_of(tables) if wait.step == step)
 
 
-def _print_answer(found: WhyAnswer, asked: Asked, wait: StepWait | None = None) -> None:
+def _print_answer(answer: WhyAnswer, asked: Asked, wait: StepWait | None = None) -> None:
     if asked.as_json:
         step = {} if wait is None else {"waits_of_step": asdict(wait)}
-        emit_json({**step, **asdict(found)})
+        emit_json({**step, **asdict(answer)})
         return
     if wait is not None:
         emit_line(wait.text())
-    for line in found.lines():
+    for line in answer.lines():
         emit_line(line)
     emit_line()
     rows = [
         (
-            one.role,
-            one.text,
-            BLANK if one.since_s is None else duration(one.since_s),
-            one.end or BLANK,
-            one.advice or BLANK,
+            role.role,
+            role.text,
+            BLANK if role.since_s is None else duration(role.since_s),
+            role.end or BLANK,
+            role.advice or BLANK,
         )
-        for one in found.roles
+        for role in answer.roles
     ]
     columns = ("role", "state", "since", "blocking", "action")
     emit_table(columns, rows)
-    for depth, line in enumerate(found.trainer_chain()):
+    for depth, line in enumerate(answer.trainer_chain()):
         if not depth:
             emit_line()
         emit_line("  " * depth + line)
@@ -108,40 +108,40 @@ def _print_answer(found: WhyAnswer, asked: Asked, wait: StepWait | None = None) 
 
 def _print_summary(run: OpenRun, asked: Asked) -> None:
     with closing(run.tables()) as tables:
-        found = summarise(run.bus, run.topics, tables)
+        summary = summarise(run.bus, run.topics, tables)
     if asked.as_json:
-        emit_json(asdict(found))
+        emit_json(asdict(summary))
         return
-    above = (found.head, found.failed.words, found.ahead, *found.alarms, *found.fallbacks)
+    above = (summary.head, summary.failed.words, summary.ahead, *summary.alarms, *summary.fallbacks)
     for line in filter(None, above):
         emit_line(line)
     emit_line()
-    _emit_waits(found)
-    if found.longest:
+    _emit_waits(summary)
+    if summary.longest:
         emit_line()
         emit_table(
             ("step", "waited", "last arrival", "version", "from", "most of it for"),
-            [_longest(one) for one in found.longest],
+            [_longest(wait) for wait in summary.longest],
             title="Longest batch waits (details: --step N)",
         )
 
 
-def _emit_waits(found: Summary) -> None:
+def _emit_waits(summary: Summary) -> None:
     rows = [
         (role or BLANK, duration(seconds), f"{share:.0%}", what or BLANK, advice or BLANK)
-        for one in found.shown
-        for role, seconds, share, what, advice in one.rows()
+        for role_waits in summary.shown
+        for role, seconds, share, what, advice in role_waits.rows()
     ]
-    if stopped_s := sum(found.stops):
-        share = f"{stopped_s / (found.run_s + stopped_s):.0%} of all"
+    if stopped_s := sum(summary.stops):
+        share = f"{stopped_s / (summary.run_s + stopped_s):.0%} of all"
         rows.insert(0, ("stopped", duration(stopped_s), share, "the run was stopped", BLANK))
     emit_table(("role", "waited", "share", "for", "action"), rows)
-    if more := len(found.roles) - len(found.shown):
+    if more := len(summary.roles) - len(summary.shown):
         emit_line(f"and {more} more workers, which waited less")
 
 
 def _longest(wait: StepWait) -> tuple[object, ...]:
-    most = max(wait.pieces, key=lambda one: one.seconds, default=None)
+    most = max(wait.pieces, key=lambda piece: piece.seconds, default=None)
     words = "" if most is None else f"{most.words()}: {most.seconds:.2f} s"
     return wait.step, f"{wait.waited_s:.2f} s", wait.last, wait.version, wait.worker, words
 

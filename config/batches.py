@@ -83,9 +83,9 @@ def with_parts(config: Config) -> Config:
     """Return the configuration of a new run with the default number of parts."""
     parts = min(PARTS, config.rollout.prompts_per_step // PART_GROUPS)
     trainer = msgspec.structs.replace(config.trainer, batch_parts=parts)
-    found = msgspec.structs.replace(config, trainer=trainer)
+    parted = msgspec.structs.replace(config, trainer=trainer)
     shared = config.workers.colocated or config.trainer.offload_between_steps
-    return config if parts < 2 or shared or why_no_parts(found) else found
+    return config if parts < 2 or shared or why_no_parts(parted) else parted
 
 
 def _part_problems(config: Config) -> Iterator[str]:

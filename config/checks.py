@@ -95,8 +95,8 @@ class Problem:
 def problems_of(config: Config) -> Iterator[Problem]:
     """Return all problems."""
     for check in _CHECKS:
-        for found in check(config):
-            yield Problem(text=found) if isinstance(found, str) else found
+        for problem in check(config):
+            yield Problem(text=problem) if isinstance(problem, str) else problem
 
 
 def round_bytes(config: Config) -> int:
@@ -108,10 +108,10 @@ def round_bytes(config: Config) -> int:
     trajectories = rollout.group_size + rollout.group_redundancy
     admitted = min(budget, ROUND_DECISIONS_MAX // (trajectories + 1) + 1)
     evaluated = sum(
-        one.prompts * dispatched
-        + min(one.prompts, ROUND_DECISIONS_MAX // (one.group_size + 1) + 1)
-        * (to_schedule + one.group_size * _PLACED_BYTES)
-        for one in config.evaluations
+        evaluation.prompts * dispatched
+        + min(evaluation.prompts, ROUND_DECISIONS_MAX // (evaluation.group_size + 1) + 1)
+        * (to_schedule + evaluation.group_size * _PLACED_BYTES)
+        for evaluation in config.evaluations
     )
     return (
         _ROUND_BYTES
@@ -141,7 +141,7 @@ def commit_problem(config: Config, manifest_bytes: int) -> Problem | None:
 
 def _names_bytes(config: Config) -> int:
     both = config.tasks, config.evaluations
-    longest = sum(max(len(one.name) for one in all_of) for all_of in both)
+    longest = sum(max(len(section.name) for section in all_of) for all_of in both)
     return longest + len(b',"task":"","evaluation":""') if longest else 0
 
 
@@ -154,7 +154,7 @@ def _taken_bytes(config: Config) -> int:
 
 def _check_several(config: Config) -> Iterator[Problem]:
     for section, all_of in (("task", config.tasks), ("evaluation", config.evaluations)):
-        names = [one.name for one in all_of]
+        names = [section.name for section in all_of]
         if len(names) > 1 and "" in names:
             yield Problem(
                 text=f"{section}.name: one of {len(names)} has no name", hint="name each of them"
@@ -164,11 +164,11 @@ def _check_several(config: Config) -> Iterator[Problem]:
                 yield Problem(text=f"{section}.name: {name!r} is not a valid name", hint=RULE)
             elif names.count(name) > 1:
                 yield Problem(text=f"{section}.name: used twice: {name}")
-    there = [one.name for one in config.tasks]
-    for one in config.evaluations:
-        if one.task and one.task not in there:
+    there = [task.name for task in config.tasks]
+    for evaluation in config.evaluations:
+        if evaluation.task and evaluation.task not in there:
             yield Problem(
-                text=f"evaluation.task: unknown task {one.task}",
+                text=f"evaluation.task: unknown task {evaluation.task}",
                 hint=f"there are: {', '.join(filter(None, there)) or 'none with a name'}",
             )
 
@@ -176,7 +176,7 @@ def _check_several(config: Config) -> Iterator[Problem]:
 def _check_records(config: Config) -> Iterator[Problem]:
     """Decisions and commits are never stored as blobs: the largest must fit into a record."""
     need, limit = round_bytes(config), config.bus.max_record_bytes
-    rollout, prompts = config.rollout, sum(one.prompts for one in config.evaluations)
+    rollout, prompts = config.rollout, sum(evaluation.prompts for evaluation in config.evaluations)
     what = (
         f"a round of {rollout.prompts_per_step} groups of {rollout.group_size}"
         " (rollout.prompts_per_step, rollout.group_size) and"
@@ -210,8 +210,8 @@ def _check_lengths(config: Config) -> Iterator[str]:
     }
     for key, sampling in _samplings(config):
         # An agent's limit spans its conversations, and each of them has one context.
-        whole = not all(task.has_agent for task in tasks[key])
-        if whole and sampling.max_tokens >= context:
+        single_turn = not all(task.has_agent for task in tasks[key])
+        if single_turn and sampling.max_tokens >= context:
             yield (
                 f"{key}.max_tokens: {sampling.max_tokens} leaves no prompt tokens in"
                 f" workers.max_model_len, {context}"
@@ -259,9 +259,9 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
 
 def _check_rewards(config: Config) -> Iterator[str]:
     for task in config.tasks:
-        for place, use in enumerate(task.rewards):
-            key = f"task.reward[{place}]"
-            if use.called in [one.called for one in task.rewards[:place]]:
+        for index, use in enumerate(task.rewards):
+            key = f"task.reward[{index}]"
+            if use.called in [reward.called for reward in task.rewards[:index]]:
                 yield f"{key}: used twice: `{use.called}`; set `name` of one"
             if use.group and ":" not in use.use:
                 yield f"{key}: `{use.use}` scores single answers; set group = false"
@@ -322,17 +322,19 @@ def _check_advantages(config: Config) -> Iterator[str]:
 
 
 def _check_watched(config: Config) -> Iterator[Problem]:
-    watched = [one for one in config.evaluations if one.best or one.patience]
-    for one in watched[1:]:
-        key = "best" if one.best else "patience"
+    watched = [
+        evaluation for evaluation in config.evaluations if evaluation.best or evaluation.patience
+    ]
+    for evaluation in watched[1:]:
+        key = "best" if evaluation.best else "patience"
         yield Problem(
-            text=f"evaluation.{one.name}.{key}: `{watched[0].name}` has best or patience",
+            text=f"evaluation.{evaluation.name}.{key}: `{watched[0].name}` has best or patience",
             hint="best and patience apply to one evaluation per run",
         )
-    for one in watched[:1]:
-        key = "best" if one.best else "patience"
-        named = f"evaluation.{one.name}.{key}" if one.name else f"evaluation.{key}"
-        if not one.every or not one.prompts:
+    for evaluation in watched[:1]:
+        key = "best" if evaluation.best else "patience"
+        named = f"evaluation.{evaluation.name}.{key}" if evaluation.name else f"evaluation.{key}"
+        if not evaluation.every or not evaluation.prompts:
             yield Problem(
                 text=f"{named}: without evaluation.every and prompts there is nothing to compare",
                 hint="evaluation.every = 10, say",
@@ -367,9 +369,10 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
             text="teacher.url: no credentials in an address",
             hint="teacher.key_env names the variable with the key",
         )
-    if teacher.url and (at := config.sampling.logprob_temperature) != 1:
+    if teacher.url and (temperature := config.sampling.logprob_temperature) != 1:
         yield Problem(
-            text=f"teacher.url: an endpoint's log-probs are of temperature 1, the policy's {at:g}",
+            text="teacher.url: an endpoint's log-probs are of temperature 1, "
+            f"the policy's {temperature:g}",
             hint="sampling.temperature = 1, or teacher.path",
         )
     if not rewarded(kind) and config.rollout.filter_zero_advantage:
@@ -458,10 +461,10 @@ def _check_gpus(config: Config) -> Iterator[str]:
 
 def _check_lora(config: Config) -> Iterator[str]:
     lora = config.lora
-    odd = [one for one in lora.targets if one not in LINEAR_LAYERS]
+    odd = [target for target in lora.targets if target not in LINEAR_LAYERS]
     if odd or not lora.targets:
-        found = f"`{odd[0]}`" if odd else "an empty list"
-        yield f"lora.targets: {found}, expected some of {', '.join(LINEAR_LAYERS)}"
+        value = f"`{odd[0]}`" if odd else "an empty list"
+        yield f"lora.targets: {value}, expected some of {', '.join(LINEAR_LAYERS)}"
     if not lora.rank:
         return
     if config.staleness.partial_rollout:
@@ -495,7 +498,10 @@ def _check_telemetry(config: Config) -> Iterator[str]:
 
 
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
-    evaluations = [("evaluation.sampling", config.eval_sampling(one)) for one in config.evaluations]
+    evaluations = [
+        ("evaluation.sampling", config.eval_sampling(evaluation))
+        for evaluation in config.evaluations
+    ]
     return ("sampling", config.sampling), *evaluations
 
 

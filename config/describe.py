@@ -271,12 +271,12 @@ def _key(name: str) -> str:
 def _quoted(text: str) -> str:
     """Return a TOML basic string without raw control characters."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(one if one.isprintable() else toml_escape(one) for one in quoted)
+    return "".join(char if char.isprintable() else toml_escape(char) for char in quoted)
 
 
-def toml_escape(one: str) -> str:
+def toml_escape(char: str) -> str:
     """Escape a character; TOML has no surrogate pairs."""
-    return f"\\u{ord(one):04x}" if ord(one) <= 0xFFFF else f"\\U{ord(one):08x}"
+    return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08x}"
 
 
 _HEAD = """# Configuration

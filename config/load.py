@@ -174,10 +174,10 @@ def from_plain(table: Mapping[str, Any]) -> Config:
 def leaves(config: Config) -> dict[str, Any]:
     """Return every key by its dotted name, in file order; `task.options` is one key. Keys of
     several tasks or evaluations are `task.NAME.key`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for _, prefix, section in sections_of(config):
-        found |= _leaves(section, prefix)
-    return found
+        values |= _leaves(section, prefix)
+    return values
 
 
 def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
@@ -216,7 +216,7 @@ def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
     given = plain_overrides(overrides).items()
-    changes = {key.removeprefix("objective."): one for key, one in given if "objective." in key}
+    changes = {key.removeprefix("objective."): value for key, value in given if "objective." in key}
     if changes:
         table["objective"] = objectives.settled(table.get("objective", {}), changes)
 
@@ -224,10 +224,10 @@ def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
 def plain_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides by dotted key. Raises ConfigError. Example:
     ``plain_overrides(["objective.kl_coef=0.1"]) == {"objective.kl_coef": 0.1}``"""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in overrides:
-        _flatten(_parse_override(text), "", found)
-    return found
+        _flatten(_parse_override(text), "", values)
+    return values
 
 
 def _flatten(table: Table, prefix: str, into: dict[str, Any]) -> None:
@@ -259,12 +259,12 @@ def _parse_override(text: str) -> Table:
 def _takes_text(key: str) -> bool:
     """Return whether a key is a text, for which `1`, `true` and `nan` are texts, too."""
     kind: Any = Config
-    for place, name in enumerate(key.strip().split(".")):
+    for index, name in enumerate(key.strip().split(".")):
         if not (isinstance(kind, type) and issubclass(kind, Section)):
             return False
         if name in _fields(kind):
             kind = _fields(kind)[name]
-        elif place != 1:  # There stands the name of a task or evaluation, where there are several.
+        elif index != 1:  # There stands the name of a task or evaluation, where there are several.
             return False
     annotated = typing.get_origin(kind) is typing.Annotated
     return (typing.get_args(kind)[0] if annotated else kind) is str
@@ -287,7 +287,7 @@ def _resolve_paths(table: Table, folder: Path) -> None:
         for values in tables_of(table, section):
             given = values.get(name)
             if isinstance(given, list):
-                values[name] = [_resolved(one, folder) for one in given]
+                values[name] = [_resolved(path, folder) for path in given]
             elif given:
                 values[name] = _resolved(given, folder, links=dotted not in LINK_KEYS)
     bus = table.get("bus")
@@ -303,8 +303,8 @@ def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
     if not isinstance(path, str) or not path or path.startswith(_HUB):
         return path
     try:
-        whole = folder / Path(path).expanduser()
-        return str(whole.resolve() if links else whole.parent.resolve() / whole.name)
+        absolute = folder / Path(path).expanduser()
+        return str(absolute.resolve() if links else absolute.parent.resolve() / absolute.name)
     except (OSError, RuntimeError, ValueError) as error:  # a NUL, a user without a home
         raise ConfigError(f"{path!r} is not a path: {error}") from error
 
@@ -334,9 +334,9 @@ def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -
     if section is Config:
         for name, (more, several) in SEVERAL.items():
             given = table.get(more)
-            for one in given if isinstance(given, list | tuple) else ():
-                if isinstance(one, Mapping):
-                    _check_keys(one, several, f"{name}.")
+            for entry in given if isinstance(given, list | tuple) else ():
+                if isinstance(entry, Mapping):
+                    _check_keys(entry, several, f"{name}.")
 
 
 @functools.cache
@@ -385,11 +385,11 @@ ALL_KEYS: Final = tuple(_all_keys(Config, ""))
 
 def _refusal(message: str) -> ConfigError:
     """Return msgspec's message with the key in front, and name patterns in words."""
-    found = _AT.match(message)
-    what, path = (found["what"], found["path"]) if found else (message, "")
+    match = _AT.match(message)
+    what, path = (match["what"], match["path"]) if match else (message, "")
     for section, (more, _) in SEVERAL.items():
-        if at := re.fullmatch(rf"{more}\[(\d+)\](.*)", path):
-            path = f"{section}[{int(at[1]) + 1}]{at[2]}"
+        if indexed := re.fullmatch(rf"{more}\[(\d+)\](.*)", path):
+            path = f"{section}[{int(indexed[1]) + 1}]{indexed[2]}"
     missing = _MISSING.match(what)
     if missing:
         return ConfigError(f"`{path}.{missing['key']}` is missing".replace("`.", "`"))
@@ -406,10 +406,12 @@ def _choices(path: str) -> list[str]:
     kind: Any = Config
     for name in re.sub(r"\[\d+\]", "", path).split("."):
         sections = (
-            one for one in (kind, *typing.get_args(kind)) if hasattr(one, "__annotations__")
+            section
+            for section in (kind, *typing.get_args(kind))
+            if hasattr(section, "__annotations__")
         )
         kind = typing.get_type_hints(next(sections))[name]
-    return [one for one in typing.get_args(kind) if isinstance(one, str)]
+    return [arg for arg in typing.get_args(kind) if isinstance(arg, str)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -50,13 +50,13 @@ def learning_rate(config: Config, step: int) -> float:
 def settings_in_force(config: Config, step: int) -> dict[str, float | int | str | bool]:
     """Return the settings of a step for `take batch`: logged keys, options, the scheduled
     `trainer.learning_rate`, and the version of a moving reference (`REFERENCE`)."""
-    found = {
+    settings = {
         key: value
         for key, value in logged_keys(config).items()
         if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
     }
-    found["trainer.learning_rate"] = learning_rate(config, step)
+    settings["trainer.learning_rate"] = learning_rate(config, step)
     if config.objective.reference_every is not None and config.objective.kl_coef:
-        found[REFERENCE] = step - step % config.objective.reference_every
+        settings[REFERENCE] = step - step % config.objective.reference_every
     own = config.objective.options.items()
-    return found | {f"objective.options.{key}": value for key, value in own}
+    return settings | {f"objective.options.{key}": value for key, value in own}

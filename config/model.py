@@ -502,7 +502,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     def task_of(self, evaluation: Evaluation) -> Task:
         """Return the task that provides prompts and rewards of an evaluation."""
-        return next((one for one in self.tasks if one.name == evaluation.task), self.task)
+        return next((task for task in self.tasks if task.name == evaluation.task), self.task)
 
     def eval_sampling(self, evaluation: Evaluation | None = None) -> Sampling:
         """Return the sampling of an evaluation (default: the first), without routed experts."""

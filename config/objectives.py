@@ -160,18 +160,18 @@ def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
     `given` holds the keys of [objective]. Example: ``defaults_of({"kind": "gspo"})["loss"] ==
     "sequence-mean"``"""
     kind = str(given.get("kind") or "grpo")
-    known = dict(OWN_KEYS if is_own(kind) else BUILT_IN[kind].keys if kind in BUILT_IN else {})
-    mask = given.get("mask") or known.get("mask")
+    defaults = dict(OWN_KEYS if is_own(kind) else BUILT_IN[kind].keys if kind in BUILT_IN else {})
+    mask = given.get("mask") or defaults.get("mask")
     if str(mask) in CONDITIONAL["mask_low"][1]:
-        known |= _MASK_BOUNDS
-    return known
+        defaults |= _MASK_BOUNDS
+    return defaults
 
 
 def uses(given: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys that this objective uses, except `kind` and `options`."""
-    known = defaults_of(given)
-    loss = given.get("loss") or known.get("loss")
-    return frozenset({*known, *(["loss_tokens"] if loss == "constant" else [])})
+    defaults = defaults_of(given)
+    loss = given.get("loss") or defaults.get("loss")
+    return frozenset({*defaults, *(["loss_tokens"] if loss == "constant" else [])})
 
 
 def unused(given: Mapping[str, Any]) -> list[str]:
@@ -187,8 +187,8 @@ def why_unused(given: Mapping[str, Any], key: str) -> str:
     kind = given.get("kind") or "grpo"
     if key in CONDITIONAL:
         other, values = CONDITIONAL[key]
-        wanted = " or ".join(f'"{value}"' for value in sorted(values))
-        return f"objective.{key}: requires objective.{other} = {wanted}"
+        expected = " or ".join(f'"{value}"' for value in sorted(values))
+        return f"objective.{key}: requires objective.{other} = {expected}"
     return f"objective.{key}: kind `{kind}` does not use it"
 
 
@@ -210,5 +210,5 @@ def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         stays = {key: given[key] for key in ("reference_every",) if given.get(key) is not None}
         return {**stays, **changes}
     merged = {**given, **changes}
-    gone = {key for key in unused(merged) if key in CONDITIONAL and key not in changes}
-    return {key: value for key, value in merged.items() if key not in gone}
+    dropped = {key for key in unused(merged) if key in CONDITIONAL and key not in changes}
+    return {key: value for key, value in merged.items() if key not in dropped}

@@ -24,9 +24,11 @@ def rate_of(
         return peak
     if step >= end:
         return peak * least
-    gone = (step - warmup) / (end - warmup)
-    left = 1.0 - gone if schedule == "linear" else (1.0 + _cosine_of_half_turns(gone)) / 2.0
-    return peak * (least + (1.0 - least) * left)
+    progress = (step - warmup) / (end - warmup)
+    factor = (
+        1.0 - progress if schedule == "linear" else (1.0 + _cosine_of_half_turns(progress)) / 2.0
+    )
+    return peak * (least + (1.0 - least) * factor)
 
 
 def _cosine_of_half_turns(turns: float) -> float:

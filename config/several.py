@@ -30,13 +30,13 @@ def take_apart(table: Table) -> None:
     """Split lists of a file into the first and the others. Raises ConfigError."""
     refuse_stored_form(table)
     for section, (more, _) in SEVERAL.items():
-        found = table.get(section)
-        if isinstance(found, list):
-            if not found or not all(isinstance(one, dict) for one in found):
+        entries = table.get(section)
+        if isinstance(entries, list):
+            if not entries or not all(isinstance(entry, dict) for entry in entries):
                 raise ConfigError(f"{section}: is a section, not a key")
-            table[section] = found[0]
-            if found[1:]:
-                table[more] = found[1:]
+            table[section] = entries[0]
+            if entries[1:]:
+                table[more] = entries[1:]
 
 
 def refuse_stored_form(table: Mapping[str, Any]) -> None:
@@ -48,11 +48,11 @@ def refuse_stored_form(table: Mapping[str, Any]) -> None:
 
 def tables_of(table: Mapping[str, Any], section: str) -> list[Table]:
     """Return all tables of a section in plain values."""
-    found = [table.get(section)]
+    entries = [table.get(section)]
     if section in SEVERAL:
         more = table.get(SEVERAL[section][0])
-        found += more if isinstance(more, list | tuple) else ()
-    return [one for one in found if isinstance(one, dict)]
+        entries += more if isinstance(more, list | tuple) else ()
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
@@ -63,7 +63,7 @@ def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
         there, given = tables_of(table, section), override.get(section)
         if not isinstance(given, dict):
             continue
-        by_name = {one["name"]: one for one in there if isinstance(one.get("name"), str)}
+        by_name = {entry["name"]: entry for entry in there if isinstance(entry.get("name"), str)}
         if len(there) == 1:
             by_name = {name: by_name[name] for name in by_name.keys() - kind.__struct_fields__}
         for name in by_name.keys() & given.keys():
@@ -84,8 +84,8 @@ def sections_of(config: Config) -> Iterator[tuple[str, str, Section]]:
     for field in config.__struct_fields__:
         if field in SEVERAL:
             all_of = config.tasks if field == "task" else config.evaluations
-            for one in all_of:
-                yield field, f"{field}.{one.name}." if len(all_of) > 1 else f"{field}.", one
+            for section in all_of:
+                yield field, f"{field}.{section.name}." if len(all_of) > 1 else f"{field}.", section
         elif isinstance(value := getattr(config, field), Section):
             yield field, f"{field}.", value
 
@@ -101,13 +101,13 @@ def with_each_task(config: Config, change: Callable[[Task], Task]) -> Config:
 
 def with_tasks_of(config: Config, local: Config) -> Config:
     """Return the configuration with the local task keys of this machine."""
-    here = {one.name: one for one in local.tasks}
+    here = {task.name: task for task in local.tasks}
 
-    def changed(one: Task) -> Task:
-        if one.name not in here:
-            return one
-        own = {key: getattr(here[one.name], key) for key in LOCAL}
-        return msgspec.structs.replace(one, **own)
+    def changed(task: Task) -> Task:
+        if task.name not in here:
+            return task
+        own = {key: getattr(here[task.name], key) for key in LOCAL}
+        return msgspec.structs.replace(task, **own)
 
     return with_each_task(config, changed)
 
@@ -123,19 +123,24 @@ class PoolSpec:
 
 def pool_specs(config: Config) -> list[PoolSpec]:
     """Return the pools of a worker: one per task, and one per evaluation with its own data."""
-    sources = {one.name: [source_of("train", one.name)] for one in config.tasks}
+    sources = {task.name: [source_of("train", task.name)] for task in config.tasks}
     apart: list[PoolSpec] = []
-    for one in config.evaluations:
-        task, name = config.task_of(one), source_of("eval", one.name)
-        if one.data or one.split:
+    for evaluation in config.evaluations:
+        task, name = config.task_of(evaluation), source_of("eval", evaluation.name)
+        if evaluation.data or evaluation.split:
             own = msgspec.structs.replace(
-                task, eval_data=one.data or task.eval_data, eval_split=one.split, eval_share=0.0
+                task,
+                eval_data=evaluation.data or task.eval_data,
+                eval_split=evaluation.split,
+                eval_share=0.0,
             )
             if task.kind == "dataset":  # What it is trained on is opened elsewhere.
                 data = own.eval_data or task.data
-                own = msgspec.structs.replace(own, data=data, eval_data=data, split=one.split)
+                own = msgspec.structs.replace(
+                    own, data=data, eval_data=data, split=evaluation.split
+                )
             apart.append(PoolSpec(task=own, sources=(name,)))
         else:
             sources[task.name].append(name)
-    pools = [PoolSpec(task=one, sources=tuple(sources[one.name])) for one in config.tasks]
+    pools = [PoolSpec(task=task, sources=tuple(sources[task.name])) for task in config.tasks]
     return pools + apart

@@ -89,11 +89,11 @@ def colocated_problems(config: Config) -> Iterator[str]:
     workers = config.workers
     if workers.colocated > workers.count:
         yield f"workers.colocated: {workers.colocated} are more than workers.count, {workers.count}"
-    others = {
+    conflicts = {
         "trainer.batch_parts: parts are trained during generation": config.trainer.batch_parts > 1,
         "staleness.partial_rollout: requests never move": config.staleness.partial_rollout,
         "lora.rank: workers serve several versions": config.lora.rank > 0,
     }
-    for why, given in others.items():
+    for why, given in conflicts.items():
         if workers.colocated and given:
             yield f"workers.colocated: {workers.colocated} cannot be with {why}"

@@ -44,7 +44,7 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
@@ -59,8 +59,8 @@ def reason(error: BaseException) -> str:
     """Return an error as one line. Example: ``"OSError: [Errno 5] Input/output error"``."""
     if isinstance(error, DoraError):
         return error.message
-    said, kind = str(error), type(error).__name__
-    return one_line(f"{kind}: {said}" if said else kind, MESSAGE_CHARACTERS_MAX)
+    text, kind = str(error), type(error).__name__
+    return one_line(f"{kind}: {text}" if text else kind, MESSAGE_CHARACTERS_MAX)
 
 
 class DoraError(Exception):

@@ -56,4 +56,4 @@ def _refuse_itself(same: bool) -> None:
 
 def _create_topics(run: OpenRun, bus: Bus) -> None:
     specs = topic_specs(run.config)
-    bus.create([replace(one, partitions=run.bus.partitions(one.name)) for one in specs])
+    bus.create([replace(spec, partitions=run.bus.partitions(spec.name)) for spec in specs])

@@ -25,17 +25,17 @@ def free_bytes(path: Path) -> int:
     """Return the free bytes of a path or its nearest existing parent."""
     while not path.exists():
         path = path.parent
-    found = os.statvfs(path)
-    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return blocks * found.f_frsize
+    stats = os.statvfs(path)
+    blocks = stats.f_bfree if os.geteuid() == 0 else stats.f_bavail
+    return blocks * stats.f_frsize
 
 
 def full_disk(*places: Path) -> str:
     """Describe the full disks among these paths; empty if none is full."""
-    for place in places:
-        free = free_bytes(place)
+    for path in places:
+        free = free_bytes(path)
         if free < FULL_BYTES:
-            return f"the disk under {place} is full: {free:,} B free"
+            return f"the disk under {path} is full: {free:,} B free"
     return ""
 
 
@@ -72,17 +72,17 @@ class DiskWatch:
             return
         self._look_ns = now_ns + int(LOOK_S * 1e9)
         self._warn(self._low())
-        found = full_disk(*self._places) or self._elsewhere()
-        if not found:
+        warning = full_disk(*self._places) or self._elsewhere()
+        if not warning:
             if self._since_ns is not None:
                 self._report("disk space is available again; the run continues")
             self._since_ns = None
         elif self._since_ns is None:
             self._since_ns = now_ns
             limit = f"free space within {DELIVERY_TIMEOUT_S:g} s"
-            self._report(f"{found}; roles wait, dispatch is paused: {limit}")
+            self._report(f"{warning}; roles wait, dispatch is paused: {limit}")
         elif now_ns - self._since_ns > DELIVERY_TIMEOUT_S * 1e9:
-            lasted = f"{found} for {DELIVERY_TIMEOUT_S:g} s"
+            lasted = f"{warning} for {DELIVERY_TIMEOUT_S:g} s"
             raise ResourceError(
                 lasted,
                 hint="free space and restart stopped brokers; no logged record is lost",
@@ -139,8 +139,8 @@ class BrokerWatch:
         stops, low = self._seen
         if not self._away:
             return stops
-        seen = stops or low
-        return f"the log is not reachable; when last reached: {seen}" if seen else ""
+        reason = stops or low
+        return f"the log is not reachable; when last reached: {reason}" if reason else ""
 
     def low(self) -> str:
         return "" if self._away else self._seen[1]

@@ -191,7 +191,7 @@ def write_word_tokenizer(
         if word.split() != [word] or word in (*SPECIAL, *roles):
             raise ValueError(f"unknown token: {word!r}")
     special = (*SPECIAL, *roles)
-    ids = {word: place for place, word in enumerate(dict.fromkeys((*special, *words)))}
+    ids = {word: index for index, word in enumerate(dict.fromkeys((*special, *words)))}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -52,7 +52,7 @@ class RetrainedModel(msgspec.Struct, frozen=True, kw_only=True):
 def state_keys(config: Config) -> dict[str, Any]:
     sections = {"trainer": config.trainer, "lora": config.lora}
     keys = (key.split(".") for key in OF_STATE)
-    return {f"{one}.{field}": getattr(sections[one], field) for one, field in keys}
+    return {f"{section}.{field}": getattr(sections[section], field) for section, field in keys}
 
 
 def inherit(
@@ -64,8 +64,8 @@ def inherit(
     """
     if (Path(parent) / CHANGE).is_file():
         return _inherit_directory(Path(parent), target, config, with_optimizer=with_optimizer)
-    name, at, step = parent.rpartition("@")
-    if not at or not step.isdigit():
+    name, separator, step = parent.rpartition("@")
+    if not separator or not step.isdigit():
         raise UsageError(
             f"{parent!r} is neither RUN@STEP nor a directory that `retrain` wrote",
             hint="e.g. --from demo@40",

@@ -73,8 +73,8 @@ def show_gpus(config: Config, name: str) -> None:
 def need_gpus(config: Config) -> None:
     """Raise ConfigError for invisible GPUs, and for GPUs of workers whose engines use none."""
     workers = config.workers
-    some = engine_kind(workers.engine, config.task.directory).gpus
-    if workers.count and not some and (workers.gpus or workers.vllm.gpus > 1):
+    on_gpu = engine_kind(workers.engine, config.task.directory).gpus
+    if workers.count and not on_gpu and (workers.gpus or workers.vllm.gpus > 1):
         key = "gpus" if workers.gpus else "vllm, tensor_parallel_size and pipeline_parallel_size"
         raise ConfigError(
             f"workers.{key}: engine {workers.engine} computes on the CPU",
@@ -82,19 +82,23 @@ def need_gpus(config: Config) -> None:
         )
     for name in (TRAINER, *worker_names(config)):
         key, numbers = gpus_of(config, name)
-        seen = visible(key, numbers, os.environ.get(VISIBLE)) if numbers else ""
-        if name == TRAINER and config.trainer.device == "cuda" and not _torch_finds_gpu(seen):
+        visible_gpus = visible(key, numbers, os.environ.get(VISIBLE)) if numbers else ""
+        if (
+            name == TRAINER
+            and config.trainer.device == "cuda"
+            and not _torch_finds_gpu(visible_gpus)
+        ):
             raise no_gpu()
 
 
 @functools.cache
-def _torch_finds_gpu(seen: str) -> bool:
+def _torch_finds_gpu(visible_gpus: str) -> bool:
     """Return whether torch finds a GPU among these (empty: all).
 
     Runs in a subprocess: CUDA reads the variable only once, and holds GPU memory.
     """
     words = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.is_available())"]
-    given = dict([ORDER, (VISIBLE, seen)]) if seen else {}
+    given = dict([ORDER, (VISIBLE, visible_gpus)]) if visible_gpus else {}
     try:
         looked = subprocess.run(
             words,
@@ -127,19 +131,20 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
     return "workers.gpus", gpus[first : first + many]
 
 
-def visible(key: str, numbers: Iterable[int], seen: str | None) -> str:
+def visible(key: str, numbers: Iterable[int], visible_gpus: str | None) -> str:
     """Return CUDA_VISIBLE_DEVICES for indices into its current value (None: unset).
 
     Raises ConfigError.
     """
-    if seen is None:
+    if visible_gpus is None:
         return ",".join(map(str, numbers))
-    there = [one.strip() for one in seen.split(",") if one.strip()]
+    there = [word.strip() for word in visible_gpus.split(",") if word.strip()]
     chosen = []
     for number in numbers:
         if number >= len(there):
             raise ConfigError(
-                f"{key}: there is no GPU {number} among the {len(there)} of {VISIBLE}={seen}",
+                f"{key}: there is no GPU {number} among the {len(there)} of"
+                f" {VISIBLE}={visible_gpus}",
                 hint="numbers start at 0 among the visible GPUs",
             )
         chosen.append(there[number])

@@ -100,9 +100,9 @@ def placement_of(config: Config, count: int) -> Placement:
                 f"{key}: there is no GPU {max(numbers)} among {count}",
                 hint="numbers start at 0; --gpus sets the count",
             )
-    wanted = len(names) * config.workers.vllm.gpus
-    places = len(given) or min(wanted, max(1, count - 1))
-    per_gpu = max(map(named.count, named)) if given else math.ceil(wanted / max(1, places))
+    needed = len(names) * config.workers.vllm.gpus
+    places = len(given) or min(needed, max(1, count - 1))
+    per_gpu = max(map(named.count, named)) if given else math.ceil(needed / max(1, places))
     return Placement(
         workers=len(names),
         worker_gpus=places,
@@ -272,11 +272,11 @@ def disk_parts(shape: ModelShape, config: Config) -> Parts:
     """Return the bytes of files in the store."""
     dtype = published_dtype(config, shape.dtype)
     count = trained(shape, config)
-    whole = WIDTHS[dtype] * count
+    version_bytes = WIDTHS[dtype] * count
     return {
-        f"a version, {dtype}": whole,
+        f"a version, {dtype}": version_bytes,
         "a checkpoint": checkpoint_bytes(count, remainders=dtype == "bfloat16"),
-        "a step, keeping all files": bytes_per_step(config, dtype, whole),
+        "a step, keeping all files": bytes_per_step(config, dtype, version_bytes),
     }
 
 
@@ -300,7 +300,7 @@ def worker_keys(
     shape: ModelShape, config: Config, gpus: Gpus, per_gpu: int
 ) -> dict[str, Any] | None:
     """Find keys with which a worker fits, if any: bfloat16, fewer slots, several GPUs."""
-    wanted = config.workers.max_num_seqs
+    configured = config.workers.max_num_seqs
     if sum(worker_parts(shape, config).values()) <= gpus.usable // per_gpu:
         return {}
     few: dict[str, Any] | None = None
@@ -310,8 +310,8 @@ def worker_keys(
             continue
         alone = "workers.vllm.tensor_parallel_size" in keys
         slots = slots_that_fit(shape, changed, gpus.usable // (1 if alone else per_gpu))
-        fitting = _changed(config, {**keys, "workers.max_num_seqs": min(wanted, slots)})
-        if slots >= min(SLOTS_LEAST, wanted):
+        fitting = _changed(config, {**keys, "workers.max_num_seqs": min(configured, slots)})
+        if slots >= min(SLOTS_LEAST, configured):
             return fitting
         few = few or (fitting if slots else None)
     return few

@@ -88,7 +88,9 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Cha
         return None
     opened, tokenizer = [(spec, pool)], Tokenizer(directory)
     chats = chats_of(opened, time.time_ns(), directory, tokenizer, stop=lambda: False)
-    unread = (one.calls_unread and one.template_renderer.features.tools for one in chats.values())
+    unread = (
+        chat.calls_unread and chat.template_renderer.features.tools for chat in chats.values()
+    )
     if spec.task.has_agent and any(unread):
         say(
             "note: no parser for tool calls of this chat template: the agent gets them as text"
@@ -118,7 +120,7 @@ def _has_tokenizers() -> bool:
 
 def _need_experts(config: Config, directory: Path) -> None:
     of_model = read_config(directory)
-    experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
+    experts = next((int(of_model[key]) for key in EXPERTS if of_model.get(key)), 0)
     dealt = config.trainer.expert_parallel_size
     asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel_size": dealt - 1}
     odd = [key for key, value in asked.items() if value]

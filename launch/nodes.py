@@ -100,16 +100,16 @@ def run_node(
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only this process receives Ctrl-C; it stops the ranks
             preexec_fn=partial(die_with, os.getpid()),
-            env={**with_all, **one},
+            env={**with_all, **environment},
         )
-        for one in environments
+        for environment in environments
     ]
-    told: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        failed = _first_failure(ranks, told)
-        if told:
+        failed = _first_failure(ranks, signals)
+        if signals:
             _end(ranks, stop_s)
             return 0
         if failed is None:
@@ -119,14 +119,14 @@ def run_node(
         code = ranks[failed].returncode
         return code if code > 0 else ResourceError.exit_code
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> int | None:
-    while not told:
-        codes = [one.poll() for one in ranks]
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> int | None:
+    while not signals:
+        codes = [rank.poll() for rank in ranks]
         failed = [local for local, code in enumerate(codes) if code]
         if failed:
             return failed[0]
@@ -138,14 +138,14 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], stop_s: float) -> None:
     """Stop rank 0, which ends its step and stops the others."""
-    for one in ranks:
-        one.send_signal(signal.SIGTERM)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
     _wait(ranks, stop_s)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], wait_s: float) -> None:
     give_up_s = time.monotonic() + wait_s
-    while time.monotonic() < give_up_s and any(one.poll() is None for one in ranks):
+    while time.monotonic() < give_up_s and any(rank.poll() is None for rank in ranks):
         time.sleep(LOOK_S)
 
 

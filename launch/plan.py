@@ -204,48 +204,48 @@ def _settle(bus: Bus, topics: Topics) -> None:
     await_stable_offset(bus, [TopicPartition(name, 0) for name in named], SystemClock())
 
 
-def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
+def plan_resume(config: Config, root: Path, *, here: bool = False) -> Plan:
     """Check an existing run, and append changes of logged keys to its log.
 
     `here`: all roles are on this machine, which has the data.
     """
-    directory = find_directory(wanted.run.name, root)
-    wanted = _with_teacher_of(directory.config(), wanted)
+    directory = find_directory(config.run.name, root)
+    config = _with_teacher_of(directory.config(), config)
     if here:
         refuse_running(directory)
-    with closing(directory.open_bus(wanted)) as bus:
-        topics = Topics(wanted.run.name)
+    with closing(directory.open_bus(config)) as bus:
+        topics = Topics(config.run.name)
         _settle(bus, topics)
-        check_log(directory, wanted, bus)
+        check_log(directory, config, bus)
         first = started(bus, topics)
         if first is None:
-            return _plan_unbegun(directory, wanted, bus)
-        check_topics(bus, wanted)
-        commands = resume_commands(directory.config(), wanted)
+            return _plan_unbegun(directory, config, bus)
+        check_topics(bus, config)
+        commands = resume_commands(directory.config(), config)
         if commands:
             refuse_over(bus, topics, directory, root)
         if here and is_over(bus, topics):
             over = over_hint(bus, topics, directory, root)
-            return Plan(directory=directory, config=wanted, first=first, over=over)
+            return Plan(directory=directory, config=config, first=first, over=over)
         if here:
-            check_data(wanted, first)
+            check_data(config, first)
         _send(bus, topics, commands)
-    store_config(directory, wanted)
-    return Plan(directory=directory, config=wanted, first=first)
+    store_config(directory, config)
+    return Plan(directory=directory, config=config, first=first)
 
 
-def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
+def _plan_unbegun(directory: RunDir, config: Config, bus: Bus) -> Plan:
     """Plan a run whose start was killed before its first record."""
-    resume_commands(directory.config(), wanted)  # raises for changed frozen keys
-    create_topics(bus, wanted)
-    store, made = directory.policies(wanted), planned(directory)
-    if made is None:
-        first = run_started(wanted, store)
+    resume_commands(directory.config(), config)  # raises for changed frozen keys
+    create_topics(bus, config)
+    store, origin = directory.policies(config), planned(directory)
+    if origin is None:
+        first = run_started(config, store)
     else:
-        policy = made.policy, made.assets_digest
-        first = run_started(wanted, store, policy=policy, lineage=made.lineage)
-    store_config(directory, wanted)
-    return Plan(directory=directory, config=wanted, first=first)
+        policy = origin.policy, origin.assets_digest
+        first = run_started(config, store, policy=policy, lineage=origin.lineage)
+    store_config(directory, config)
+    return Plan(directory=directory, config=config, first=first)
 
 
 def planned(directory: RunDir) -> RunStarted | None:
@@ -255,23 +255,23 @@ def planned(directory: RunDir) -> RunStarted | None:
     return fact if isinstance(fact, RunStarted) else None
 
 
-def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
+def plan_elsewhere(config: Config, root: Path) -> Plan | None:
     """Plan a run that another machine started, if its log has it."""
-    if not wanted.bus.url:
+    if not config.bus.url:
         return None  # its log would be in the missing directory
-    with closing(run_dir(wanted, root).open_bus(wanted)) as bus:
-        topics = Topics(wanted.run.name)
+    with closing(run_dir(config, root).open_bus(config)) as bus:
+        topics = Topics(config.run.name)
         _settle(bus, topics)
         first = started(bus, topics)
         if first is None:
             return None
         logged = logged_config(first.config)
-        wanted = _with_teacher_of(logged, wanted)
-        commands = resume_commands(logged, wanted)
+        config = _with_teacher_of(logged, config)
+        commands = resume_commands(logged, config)
         if commands:
-            refuse_over(bus, topics, run_dir(wanted, root), root)
+            refuse_over(bus, topics, run_dir(config, root), root)
             _send(bus, topics, commands)
-    return Plan(directory=create(wanted, root), config=wanted, first=first)
+    return Plan(directory=create(config, root), config=config, first=first)
 
 
 def _send(bus: Bus, topics: Topics, commands: Sequence[Command]) -> None:
@@ -311,10 +311,10 @@ def check_topics(bus: Bus, config: Config) -> None:
 
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
     """Return the run's first record, if any. Raises InvariantBroken for a changed one."""
-    at = TopicPartition(topics.control, 0)
+    partition = TopicPartition(topics.control, 0)
     if topics.control not in bus.topics():
         return None
-    with closing(records_of(bus, {at: bus.end(at)})) as records:
+    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
         first = next(records, None)
     fact = None if first is None else decode_control(first.value)
     if not isinstance(fact, RunStarted):
@@ -346,7 +346,7 @@ def run_started(
     if config.model.chat_template:
         assets = _with_template(store, assets, Path(config.model.chat_template))
     facts = facts_of(config) if facts is None else facts
-    data = {source: one.data(source) for source, one in facts.items()}
+    data = {source: fact.data(source) for source, fact in facts.items()}
     first = data[source_of("train", config.task.name)]
     evaluated = data[source_of("eval", config.evaluation.name)]
     plain: dict[str, Any] = msgspec.to_builtins(with_keep_every(config, manifest))
@@ -366,8 +366,8 @@ def run_started(
         planner=PLANNER,
         package=__version__,
         lineage=lineage,
-        datasets={name: one for name, one in data.items() if "/" in name},
-        scored_together=tuple(source for source, one in facts.items() if one.scores_groups),
+        datasets={name: dataset for name, dataset in data.items() if "/" in name},
+        scored_together=tuple(source for source, fact in facts.items() if fact.scores_groups),
     )
 
 
@@ -377,7 +377,7 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
     With `model`, also checks its chat template and first prompts. Raises ConfigError, TaskError,
     PolicyError.
     """
-    found: dict[str, TaskFacts] = {}
+    by_source: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
             facts = processes.wait()
@@ -390,11 +390,11 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
                     for note in check_first(pool, processes, directory, chats):
                         say(note)
         for source in pool.sources:
-            found[source] = facts
+            by_source[source] = facts
             if source.startswith("train") and not facts.data(source).rows:
                 name = f" of {pool.task.name}" if pool.task.name else ""
                 raise ConfigError(f"the training data{name} has no rows", hint="see task.data")
-    return found
+    return by_source
 
 
 def _check_share(config: Config, task: Task, facts: TaskFacts) -> None:
@@ -410,13 +410,13 @@ def _with_template(store: PolicyStore, assets: str, template: Path) -> str:
     Template(read_template(template), values={}, now_ns=0)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copyfile(template, Path(folder, FILE)))
-        others = [one for one in asset_files(store.assets(assets)) if one.name != FILE]
-        return store.publish_assets(sorted([*others, file], key=lambda one: one.name))
+        files = [file for file in asset_files(store.assets(assets)) if file.name != FILE]
+        return store.publish_assets(sorted([*files, file], key=lambda path: path.name))
 
 
-def resume_commands(stored: Config, wanted: Config) -> list[Command]:
+def resume_commands(stored: Config, config: Config) -> list[Command]:
     """Return `set` commands for changed logged keys. Raises ConfigError for frozen ones."""
-    frozen, logged, _ = changed_keys(stored, wanted)
+    frozen, logged, _ = changed_keys(stored, config)
     if frozen:
         raise ConfigError(
             f"a resumed run cannot change {', '.join(sorted(frozen))}",
@@ -429,23 +429,23 @@ def resume_commands(stored: Config, wanted: Config) -> list[Command]:
         at_ns=time.time_ns(),
         user=getpass.getuser(),
         verb="set",
-        args={key: attrgetter(key)(wanted) for key in sorted(logged)},
+        args={key: attrgetter(key)(config) for key in sorted(logged)},
     )
     return [command]
 
 
-def _with_teacher_of(stored: Config, wanted: Config) -> Config:
+def _with_teacher_of(stored: Config, config: Config) -> Config:
     """Add the run's teacher digest, which no file contains."""
-    if not wanted.teacher.path or wanted.teacher.digest:
-        return wanted
-    teacher = msgspec.structs.replace(wanted.teacher, digest=stored.teacher.digest)
-    return msgspec.structs.replace(wanted, teacher=teacher)
+    if not config.teacher.path or config.teacher.digest:
+        return config
+    teacher = msgspec.structs.replace(config.teacher, digest=stored.teacher.digest)
+    return msgspec.structs.replace(config, teacher=teacher)
 
 
 def check_data(config: Config, first: RunStarted) -> None:
     """Check that the data equal those of the run's start. Raises ConfigError, TaskError."""
     for source, facts in facts_of(config).items():
-        found = facts.data(source)
+        current = facts.data(source)
         if facts.scores_groups != (source in first.scored_together):
             raise ConfigError(
                 f"the task of {source} has changed its group scoring since the start",
@@ -453,11 +453,11 @@ def check_data(config: Config, first: RunStarted) -> None:
             )
         purpose, _, own = source.partition("/")
         kind, key = _DATA[purpose]
-        wanted = first.data(source)
-        if wanted is None or found.digest != wanted.digest:
-            digest = "none" if wanted is None else wanted.digest
+        recorded = first.data(source)
+        if recorded is None or current.digest != recorded.digest:
+            digest = "none" if recorded is None else recorded.digest
             raise ConfigError(
-                f"the {kind} data{own and f' of {own}'} changed: digest {found.digest[:12]},"
+                f"the {kind} data{own and f' of {own}'} changed: digest {current.digest[:12]},"
                 f" at the start {digest[:12]}",
                 hint=f"restore the data ({key}), or start a new run with --from",
             )
@@ -534,20 +534,20 @@ def _named(bus: Bus, topics: Topics) -> tuple[set[str], int]:
 def _naming(bus: Bus, topics: Topics) -> Iterator[bytes]:
     if topics.control not in bus.topics():
         return
-    at = TopicPartition(topics.control, 0)
-    with closing(records_of(bus, {at: bus.end(at)})) as records:
+    partition = TopicPartition(topics.control, 0)
+    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
         for record in records:
             if any(kind in record.value for kind in NAMING):
                 yield record.value
 
 
 def _versions(directory: RunDir) -> set[str]:
-    found = (directory.path / "policies" / "weights").glob("*.safetensors")
-    return {path.stem for path in found if not path.name.startswith(".")}
+    paths = (directory.path / "policies" / "weights").glob("*.safetensors")
+    return {path.stem for path in paths if not path.name.startswith(".")}
 
 
 def _snapshots_beyond(directory: RunDir, bus: Bus, topics: Topics) -> int:
     there = topics.decisions in bus.topics()
     end = bus.end(TopicPartition(topics.decisions, 0)) if there else 0
-    offsets = (one.offset for one in candidates(directory.snapshots, topics.run))
-    return max((one for one in offsets if one >= end), default=0)
+    offsets = (candidate.offset for candidate in candidates(directory.snapshots, topics.run))
+    return max((offset for offset in offsets if offset >= end), default=0)

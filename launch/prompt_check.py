@@ -120,14 +120,14 @@ def check_first(
     """
     if chats is None:
         return
-    for seen in look(spec, pool, model, chats, rows_max=FIRST_ROWS, seconds=FIRST_S):
-        if seen.hopeless:
-            row, error, hint = min(seen.failed)
+    for prompts in look(spec, pool, model, chats, rows_max=FIRST_ROWS, seconds=FIRST_S):
+        if prompts.hopeless:
+            row, error, hint = min(prompts.failed)
             raise ConfigError(
-                f"no row of {seen.source} has a valid prompt: row {row}: {error}",
+                f"no row of {prompts.source} has a valid prompt: row {row}: {error}",
                 hint=hint or "check every row: dora-pipe doctor --config FILE",
             )
-        yield from (f"prompts, {seen.source}: {note}" for note in seen.notes())
+        yield from (f"prompts, {prompts.source}: {note}" for note in prompts.notes())
 
 
 def look(
@@ -152,12 +152,12 @@ def look(
         rows = facts.data(source).rows
         if not rows:
             continue
-        seen = PromptsSeen(source=source, rows=rows)
+        prompts = PromptsSeen(source=source, rows=rows)
         is_over = partial(_is_past, clock, clock.now_ns() + int(seconds * _NS))
         order = islice(ordered(rows), rows_max)
         for row, event in answers(pool, source, order, is_over):
-            read(seen, row, event, tokenizer, chats.get(source))
-        yield seen
+            read(prompts, row, event, tokenizer, chats.get(source))
+        yield prompts
 
 
 def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
@@ -173,9 +173,9 @@ def answers(
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, TaskEvent]]:
     split: Split = "train" if source.startswith("train") else "eval"
-    left, asked = iter(rows), dict[str, int]()
+    remaining, asked = iter(rows), dict[str, int]()
     while True:
-        while len(asked) < ASKED_MAX and (row := next(left, None)) is not None:
+        while len(asked) < ASKED_MAX and (row := next(remaining, None)) is not None:
             request = f"{source} {row}"
             pool.start(PromptCall(request=request, split=split, index=row, source=source))
             asked[request] = row
@@ -194,24 +194,24 @@ def _is_past(clock: Clock, until_ns: int) -> bool:
 
 
 def read(
-    seen: PromptsSeen, row: int, event: TaskEvent, tokenizer: Tokenizer, chat: Chat | None
+    prompts: PromptsSeen, row: int, event: TaskEvent, tokenizer: Tokenizer, chat: Chat | None
 ) -> None:
     if not isinstance(event, PromptReady):
         named = f"{event.error}: " if isinstance(event, TaskFailed) else ""
-        seen.outside += not isinstance(event, TaskFailed) or event.error in INFRASTRUCTURE
-        seen.failed.append((row, f"{named}{getattr(event, 'message', '')}", ""))
+        prompts.outside += not isinstance(event, TaskFailed) or event.error in INFRASTRUCTURE
+        prompts.failed.append((row, f"{named}{getattr(event, 'message', '')}", ""))
         return
     texts = [message["content"] for message in event.messages] or [event.text]
     try:
         prompt = prompt_of(event, tokenizer, chat)
     except DoraError as error:
-        seen.failed.append((row, f"{type(error).__name__}: {error.message}", error.hint or ""))
+        prompts.failed.append((row, f"{type(error).__name__}: {error.message}", error.hint or ""))
         return
     ids = prompt.prompt_ids if isinstance(prompt, Conversation) else prompt
     if not ids:
-        seen.failed.append((row, "PromptUnfit: the prompt has no tokens", ""))
+        prompts.failed.append((row, "PromptUnfit: the prompt has no tokens", ""))
         return
-    seen.lengths.append(len(ids))
+    prompts.lengths.append(len(ids))
     token = next(filter(None, map(tokenizer.spelled, texts)), "")
     if token:
-        seen.spelled.append((row, token))
+        prompts.spelled.append((row, token))

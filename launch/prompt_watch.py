@@ -32,7 +32,7 @@ class PromptWatch:
 
     def __init__(self, config: Config, first: RunStarted, model: Callable[[], Path]) -> None:
         """`model` returns the tokenizer's directory; it is called in the thread."""
-        self._specs = [spec for spec in pool_specs(config) if _left(spec, first)]
+        self._specs = [spec for spec in pool_specs(config) if _has_more_rows(spec, first)]
         self._model = model
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._ended = threading.Event()
@@ -68,27 +68,27 @@ class PromptWatch:
             chats = chats_of(opened, time.time_ns(), model, tokenizer, stop=stop)
             for source in spec.sources:
                 rows = facts.data(source).rows
-                seen, told = PromptsSeen(source=source, rows=rows), 1
-                left, begun = islice(ordered(rows), FIRST_ROWS, None), time.monotonic()
-                for count, (row, event) in enumerate(answers(pool, source, left, stop), 1):
-                    read(seen, row, event, tokenizer, chats.get(source))
-                    if len(seen.failed) + len(seen.spelled) >= told:
-                        told = 2 * (len(seen.failed) + len(seen.spelled))
-                        self._say(seen)
+                prompts, threshold = PromptsSeen(source=source, rows=rows), 1
+                remaining, begun = islice(ordered(rows), FIRST_ROWS, None), time.monotonic()
+                for count, (row, event) in enumerate(answers(pool, source, remaining, stop), 1):
+                    read(prompts, row, event, tokenizer, chats.get(source))
+                    if len(prompts.failed) + len(prompts.spelled) >= threshold:
+                        threshold = 2 * (len(prompts.failed) + len(prompts.spelled))
+                        self._say(prompts)
                     if count % CHUNK_ROWS == 0:
                         self._ended.wait(time.monotonic() - begun)
                         begun = time.monotonic()
                 if stop():
                     return
-                if told > 2:
-                    self._say(seen)
+                if threshold > 2:
+                    self._say(prompts)
 
-    def _say(self, seen: PromptsSeen) -> None:
-        for note in seen.notes():
-            self._lines.put(f"prompts, {seen.source}: {note}")
+    def _say(self, prompts: PromptsSeen) -> None:
+        for note in prompts.notes():
+            self._lines.put(f"prompts, {prompts.source}: {note}")
 
 
-def _left(spec: PoolSpec, first: RunStarted) -> bool:
+def _has_more_rows(spec: PoolSpec, first: RunStarted) -> bool:
     task: Task = spec.task
     of_files = task.kind == "dataset" and not (task.mcp or task.url or task.has_agent)
     sizes = [data.rows for data in map(first.data, spec.sources) if data is not None]

@@ -109,9 +109,9 @@ class RunDir:
 
         Raises ConfigError for an unusable `store.url`.
         """
-        found = self.log_location(config).blob_store()
-        assert found is not None
-        return found
+        store = self.log_location(config).blob_store()
+        assert store is not None
+        return store
 
     def log_location(self, config: Config) -> LogLocation:
         return LogLocation(
@@ -157,7 +157,7 @@ class RunDir:
     @property
     def was_started(self) -> bool:
         """Return whether roles have run here; a config.toml alone does not show it."""
-        return self.exists() and any((self.path / one).is_file() for one in (LOG, LOCK))
+        return self.exists() and any((self.path / name).is_file() for name in (LOG, LOCK))
 
     def forget(self) -> None:
         """Remove a run without results, except the logs of its roles."""
@@ -210,7 +210,7 @@ def at_url(config: Config, url: str) -> Config:
 
 def _runs_among(topics: Sequence[str]) -> list[str]:
     ending = Topics("x").control.removeprefix("x")
-    return sorted(one.removesuffix(ending) for one in topics if one.endswith(ending))
+    return sorted(topic.removesuffix(ending) for topic in topics if topic.endswith(ending))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +231,10 @@ class OpenRun:
     def policies(self) -> PolicyStore:
         return self.directory.policies(self.config)
 
-    def tables(self, told: Callable[[float], None] = lambda share: None) -> Catalogue:
+    def tables(self, on_share: Callable[[float], None] = lambda share: None) -> Catalogue:
         """Open the tables of the log; `told` receives the fraction read. Raises BusError,
         LogTruncated."""
-        return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
+        return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=on_share)
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
         """Return the contributions of a step's trajectories; empty if unreadable."""
@@ -292,7 +292,7 @@ def _near(name: str, runs: Path) -> str:
     if not there:
         return f"no runs there; set the directory with --runs DIR or {RUNS_VARIABLE}"
     near = get_close_matches(name, there, n=NAMES_MAX)
-    names = [*near, *(one for one in there if one not in near)]
+    names = [*near, *(name for name in there if name not in near)]
     more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
     return f"there are: {', '.join(names[:NAMES_MAX])}{more}"
 
@@ -308,10 +308,10 @@ def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
             hint=f"start it with: {typed('run', directory.config_file, runs=runs)}",
         )
     topics = Topics(config.run.name)
-    place = directory.log_location(config)
+    location = directory.log_location(config)
     bus = directory.open_bus(config)
     try:
-        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus, log=place)
+        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus, log=location)
     finally:
         bus.close()
 

@@ -161,8 +161,8 @@ class Supervisor:
         ended = self._ends()
         if not ended:
             time.sleep(TICK_S)
-        for one in ended:
-            self._role_ended(one, restart=restart)
+        for report in ended:
+            self._role_ended(report, restart=restart)
         self._watch()
 
     def _ends(self) -> list[Ended]:
@@ -216,8 +216,8 @@ class Supervisor:
 
     def _give_up(self, report: Ended) -> None:
         name, workers = report.name, self._workers.names
-        left = any(not self._roles[one].done for one in workers if one != name)
-        if name in workers and not left and not self._workers.elsewhere():
+        running = any(not self._roles[worker].done for worker in workers if worker != name)
+        if name in workers and not running and not self._workers.elsewhere():
             self._fail(report, "no worker is left to serve a version: ")
         elif name in workers or name in self._spare:
             self._roles[name].done = True
@@ -226,8 +226,8 @@ class Supervisor:
             self._fail(report)
 
     def _ended(self, report: Ended) -> tuple[str, str]:
-        said, hint = self._last_error(report.name) if report.code > 0 else ("", "")
-        return f"{report.name} {how(report.code)}" + (f": {said}" if said else ""), hint
+        message, hint = self._last_error(report.name) if report.code > 0 else ("", "")
+        return f"{report.name} {how(report.code)}" + (f": {message}" if message else ""), hint
 
     def _fail(self, report: Ended, why: str = "") -> None:
         message, hint = self._ended(report)
@@ -244,12 +244,12 @@ class Supervisor:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        places = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+        places = [index for index, line in enumerate(lines) if line.startswith("error: ")]
         if not places:
             return "", ""
-        said, after = lines[places[-1]], "".join(lines[places[-1] + 1 : places[-1] + 2])
+        message, after = lines[places[-1]], "".join(lines[places[-1] + 1 : places[-1] + 2])
         hint = after.removeprefix("hint: ") if after.startswith("hint: ") else ""
-        return said.removeprefix("error: "), hint
+        return message.removeprefix("error: "), hint
 
     def _stop(self) -> None:
         say("stopping: workers, then trainer, then orchestrator (press Ctrl-C again to kill)")

@@ -125,11 +125,12 @@ class RowEncoder:
         """Yield notes about data that the model does not see. Raises TaskError."""
         chat = bool(rows) and self._messages(rows[0]) is not None
         yield from unshown_columns(rows, (), tools=chat)
-        for at, row in enumerate(rows):
+        for number, row in enumerate(rows):
             texts = [message.get("content") for message in self._messages(row) or ()]
             for text in texts or [row.get(self._column(row)), self._answer(row)]:
                 if isinstance(text, str) and (token := self._tokenizer.spelled(text)):
-                    yield f"row {at} contains control token {token} as text (task.special_tokens)"
+                    spelled = f"row {number} contains control token {token}"
+                    yield f"{spelled} as text (task.special_tokens)"
                     return
 
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
@@ -137,14 +138,14 @@ class RowEncoder:
         if not isinstance(row.get(column), str | list):
             return None
         chat = column == "messages" or bool(task.chat or task.system_prompt)
-        asked, said = prompt_of(row[column], chat=chat, system=task.system_prompt)
+        asked, reply = prompt_of(row[column], chat=chat, system=task.system_prompt)
         if isinstance(asked, str):
             return None
-        if said is None and isinstance(answer := self._answer(row), str):
-            said = {"role": "assistant", "content": answer}
-        if said is None and column != "messages":
+        if reply is None and isinstance(answer := self._answer(row), str):
+            reply = {"role": "assistant", "content": answer}
+        if reply is None and column != "messages":
             raise TaskError("no text in `answer`", hint=FORMS)
-        return asked if said is None else [*asked, said]
+        return asked if reply is None else [*asked, reply]
 
     def _column(self, row: Row) -> str:
         return "messages" if row.get("messages") is not None else "prompt"
@@ -165,10 +166,10 @@ class RowEncoder:
             self._chat = Chat.open(model, self._tokenizer, options)
             _say_day(model, options.now_ns)
         try:
-            said = normal(messages)
-            for message in said:
+            normalized = normal(messages)
+            for message in normalized:
                 self._tokenizer.check_unrendered(message["content"])
-            return self._chat.training_ids(said, tool_schemas(tools))
+            return self._chat.training_ids(normalized, tool_schemas(tools))
         except NoAnswer as error:
             raise TaskError(str(error)) from None
 
@@ -177,8 +178,8 @@ def _say_day(model: Path, now_ns: int) -> None:
     """Report the day if the chat template contains it, because it is trained on."""
     from dora_pipe.producers.chat.template import find_templates
 
-    found = find_templates(model)
-    if found is not None and any("strftime_now" in text for text in found.texts.values()):
+    templates = find_templates(model)
+    if templates is not None and any("strftime_now" in text for text in templates.texts.values()):
         day = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC).date()
         say(f"today is {day} for the chat template")
 
@@ -195,29 +196,30 @@ def _end_id(model: Path, stop_ids: Sequence[int]) -> int:
 
 def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
     """Return demonstrations of the tasks, in their ratios. Raises TaskError if one has none."""
-    shares = whole_shares(tuple(one.ratio for one in config.tasks))
-    order, wanted = [], [0] * len(shares)
+    shares = whole_shares(tuple(task.ratio for task in config.tasks))
+    order, counts = [], [0] * len(shares)
     for _ in range(count):
-        order.append(next_task(shares, wanted))
-        wanted[order[-1]] += 1
-    made = [
+        order.append(next_task(shares, counts))
+        counts[order[-1]] += 1
+    sources = [
         iter(_demonstrations(task, seed, number))
-        for task, number in zip(config.tasks, wanted, strict=True)
+        for task, number in zip(config.tasks, counts, strict=True)
     ]
-    rows = [next(made[place], None) for place in order]
+    rows = [next(sources[index], None) for index in order]
     return [row for row in rows if row is not None]
 
 
 def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
     try:
         with importable(task.directory), reporting(say):
-            made = open_task(task).demonstrations(seed, count)
+            examples = open_task(task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
             f"task {task.kind} has no demonstrations", hint="pass rows with --data"
         ) from None
     return [
-        one if isinstance(one, Mapping) else {"prompt": one[0], "answer": one[1]} for one in made
+        example if isinstance(example, Mapping) else {"prompt": example[0], "answer": example[1]}
+        for example in examples
     ]
 
 

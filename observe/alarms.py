@@ -49,7 +49,7 @@ class Pauses:
     """Pauses by users; waits that they cause raise no alarm."""
 
     def __init__(self, commands: Iterable[tuple[int, str]] = ()) -> None:
-        self._commands = [one for one in commands if one[1] in ("pause", "resume")]
+        self._commands = [command for command in commands if command[1] in ("pause", "resume")]
 
     def fact(self, fact: AnyControl) -> None:
         if isinstance(fact, Command) and fact.verb in ("pause", "resume"):
@@ -57,7 +57,7 @@ class Pauses:
 
     def excused(self, status: S) -> S:
         """Return the status; waits are overdue only if they are without the last pause."""
-        count = bisect_right(self._commands, status.at_ns, key=lambda one: one[0])
+        count = bisect_right(self._commands, status.at_ns, key=lambda command: command[0])
         if not count or not any(wait.overdue for wait in status.waits):
             return status
         at_ns, verb = self._commands[count - 1]
@@ -67,7 +67,7 @@ class Pauses:
             lasted_ms = (status.at_ns - max(wait.since_ns, until_ns)) / 1e6
             return wait.overdue and (wait.name not in names or lasted_ms > (wait.limit_ms or 0))
 
-        waits = [msgspec.structs.replace(one, overdue=overdue(one)) for one in status.waits]
+        waits = [msgspec.structs.replace(wait, overdue=overdue(wait)) for wait in status.waits]
         return msgspec.structs.replace(status, waits=tuple(waits))
 
 
@@ -95,8 +95,8 @@ class Alarms:
     def __init__(self, bus: Bus, topics: Topics, *, lease_s: float, clock: Clock) -> None:
         self.pauses = Pauses()
         count = bus.partitions(topics.metrics)
-        partitions = [TopicPartition(topics.metrics, one) for one in range(count)]
-        self._reader = bus.reader({at: bus.end(at) for at in partitions})
+        partitions = [TopicPartition(topics.metrics, index) for index in range(count)]
+        self._reader = bus.reader({partition: bus.end(partition) for partition in partitions})
         self._lease_ns = int(lease_s * 1e9)
         self._clock = clock
         self._statuses = Statuses()
@@ -119,8 +119,8 @@ class Alarms:
     def forget(self, worker: str, incarnation: int) -> None:
         """Stop expecting statuses of an incarnation that left in order."""
         self._left[worker] = incarnation
-        known = self._statuses.heard.get(worker)
-        if known is not None and known.incarnation <= incarnation:
+        heard = self._statuses.heard.get(worker)
+        if heard is not None and heard.incarnation <= incarnation:
             self._roles.pop(worker, None)
 
     def heard(self) -> set[str]:

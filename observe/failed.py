@@ -68,18 +68,20 @@ class FailedTrajectories:
                 event.group.spec.purpose == "train"
             ):
                 failed = list(_errors(event.group))
-                sound = sum(one.reward is not None for one in event.group.results)
+                sound = sum(result.reward is not None for result in event.group.results)
                 self._groups.append((sound + len(failed), failed))
             case _:
                 pass
 
     def share(self) -> FailedShare:
         count = sum(count for count, _ in self._groups)
-        errors = [one for _, failed in self._groups for one in failed]
+        errors = [failure for _, failed in self._groups for failure in failed]
         if not errors:
             return FailedShare(trajectories=count)
         ((most, _),) = Counter(error_class(error) for _, error in errors).most_common(1)
-        example, error = next(one for one in reversed(errors) if error_class(one[1]) == most)
+        example, error = next(
+            failure for failure in reversed(errors) if error_class(failure[1]) == most
+        )
         return FailedShare(trajectories=count, failed=len(errors), error=error, example=example)
 
     def clear(self) -> None:

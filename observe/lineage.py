@@ -53,9 +53,9 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
 
 
 def _run_started(bus: Bus, topics: Topics) -> RunStarted | None:
-    at = TopicPartition(topics.control, 0)
-    with closing(bus.reader({at: 0})) as reader:
-        for record in records_until(reader, {at: bus.end(at)}):
+    partition = TopicPartition(topics.control, 0)
+    with closing(bus.reader({partition: 0})) as reader:
+        for record in records_until(reader, {partition: bus.end(partition)}):
             with suppress(SchemaError):
                 fact = decode_control(record.value)
                 if isinstance(fact, RunStarted):

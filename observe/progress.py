@@ -92,7 +92,7 @@ class RunProgress(RunStats):
 
     def elsewhere(self, names: Collection[str]) -> int:
         """Count active workers that are not in `names`."""
-        there = {one.name for one in self.account.present()}
+        there = {worker.name for worker in self.account.present()}
         heard = self._alarms.heard() if self._alarms else there
         return len((there & heard) - set(names))
 
@@ -117,7 +117,9 @@ class RunProgress(RunStats):
                     self._alarms.forget(fact.worker, fact.incarnation)
                 self._say(f"{fact.worker} left: {fact.reason}")
             case BatchRefused():
-                why = "; ".join(f"{one.trajectory}: {one.reason}" for one in fact.offenders)
+                why = "; ".join(
+                    f"{offender.trajectory}: {offender.reason}" for offender in fact.offenders
+                )
                 self._say(f"step {fact.step}: batch refused: {why}")
             case RequestFailed(retryable=False):
                 self._failure(fact.trajectory, f"{fact.error}: {fact.message}", fact.worker)
@@ -133,9 +135,9 @@ class RunProgress(RunStats):
 
     def round(self, round_: Round, offset: int) -> None:
         super().round(round_, offset)
-        for one in round_.decisions:
-            if isinstance(one, EarlyStop):
-                self._say(f"run ends early: {one.reason}")
+        for decision in round_.decisions:
+            if isinstance(decision, EarlyStop):
+                self._say(f"run ends early: {decision.reason}")
         if self._past:
             self._lines.clear()
 

@@ -27,11 +27,11 @@ def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
 
     The weight of a trajectory is its mean token ratio, trained policy to sampler.
     """
-    known = with_ratio(rows)
-    weights = [row["ratio_mean"] for row in known]
+    rated = with_ratio(rows)
+    weights = [row["ratio_mean"] for row in rated]
     squares = math.fsum(weight * weight for weight in weights)
     effective = math.fsum(weights) ** 2 / (len(weights) * squares) if weights else None
-    logs = {stale: [distance(row) for row in own] for stale, own in by_staleness(known).items()}
+    logs = {stale: [distance(row) for row in own] for stale, own in by_staleness(rated).items()}
     mismatch = ((stale, sum(own) / len(own)) for stale, own in logs.items())
     return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
 
@@ -48,7 +48,7 @@ def distance(row: Mapping[str, Any]) -> float:
 
 def by_staleness(rows: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
     """Group rows by staleness, ascending."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["staleness"], []).append(row)
-    return dict(sorted(found.items()))
+        groups.setdefault(row["staleness"], []).append(row)
+    return dict(sorted(groups.items()))

@@ -123,8 +123,8 @@ that hosts none."""
 def learning_of(metrics: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics in a commit; `settings` are those of its batch."""
     rate = settings.get(RATE)
-    known = {**metrics, **({"learning_rate": rate} if isinstance(rate, float) else {})}
-    return {name: known[name] for name in LEARNING if name in known}
+    values = {**metrics, **({"learning_rate": rate} if isinstance(rate, float) else {})}
+    return {name: values[name] for name in LEARNING if name in values}
 
 
 @dataclass(slots=True)
@@ -332,25 +332,27 @@ class RunStats:
     def workers(self) -> dict[str, WorkerView]:
         heard = self.statuses.heard
         return {
-            name: WorkerView(history=one, heard=heard.get(name))
-            for name, one in sorted(self.account.named.items())
+            name: WorkerView(history=history, heard=heard.get(name))
+            for name, history in sorted(self.account.named.items())
         }
 
     def present(self) -> list[WorkerView]:
-        return [one for one in self.workers.values() if not one.gone]
+        return [worker for worker in self.workers.values() if not worker.gone]
 
     def worker_states(self) -> Counter[tuple[int, WorkerState]]:
         """Count workers by (served version, state)."""
-        return Counter((one.history.served, one.state) for one in self.workers.values())
+        return Counter((worker.history.served, worker.state) for worker in self.workers.values())
 
     @property
     def heard(self) -> dict[str, AnyMetrics]:
         roles = {
-            name: one.status
-            for name, one in self.statuses.heard.items()
-            if not isinstance(one.status, WorkerStatus)
+            name: heard.status
+            for name, heard in self.statuses.heard.items()
+            if not isinstance(heard.status, WorkerStatus)
         }
-        workers = {one.name: one.status for one in self.present() if one.status is not None}
+        workers = {
+            worker.name: worker.status for worker in self.present() if worker.status is not None
+        }
         return roles | workers
 
     @property
@@ -506,10 +508,12 @@ class RunStats:
             reward=mean(rewards_of(results)),
             task_rewards=_by_task(ended.groups),
             parts=parts_by_task(ended.groups),
-            errors=Counter(error_class(one.error) for one in results if one.reward is None),
+            errors=Counter(
+                error_class(result.error) for result in results if result.reward is None
+            ),
             failed=self._failed_now.share(),
             gradient=fact.metrics.get("updates") != 0,
-            tokens=sum(one.tokens for one in results),
+            tokens=sum(result.tokens for result in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
         self._failed_now.clear()
@@ -546,8 +550,8 @@ def evaluation_words(ended: EvaluationEnded) -> str:
 
 
 def _by_task(groups: Iterable[GroupHistory]) -> tuple[tuple[str, float], ...]:
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for group in groups:
         if group.spec.task:
-            found.setdefault(group.spec.task, []).extend(group.rewards)
-    return tuple((name, sum(own) / len(own)) for name, own in sorted(found.items()) if own)
+            rewards.setdefault(group.spec.task, []).extend(group.rewards)
+    return tuple((name, sum(own) / len(own)) for name, own in sorted(rewards.items()) if own)

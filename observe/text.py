@@ -14,13 +14,15 @@ def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
 
     Example: ``sparkline([0.0, 0.5, 1.0]) == "▁▅█"``
     """
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return ""
     ticks = PLAIN_TICKS if plain else TICKS
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     scale = (len(ticks) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if one is None else ticks[round((one - low) * scale)] for one in values)
+    return "".join(
+        " " if value is None else ticks[round((value - low) * scale)] for value in values
+    )
 
 
 def short(value: float) -> str:

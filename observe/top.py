@@ -125,12 +125,12 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
 
 
 def _left_s(stats: RunStats, at_ns: int) -> float | None:
-    lasted = [one.seconds for one in list(stats.steps)[-RECENT:] if one.seconds is not None]
+    lasted = [step.seconds for step in list(stats.steps)[-RECENT:] if step.seconds is not None]
     if not lasted or stats.steps_planned is None:
         return None
-    left = max(0, stats.steps_planned - stats.version)
+    steps_left = max(0, stats.steps_planned - stats.version)
     since_s = (at_ns - stats.steps[-1].committed_ns) / 1e9
-    return max(0.0, left * median(lasted) - min(since_s, median(lasted)))
+    return max(0.0, steps_left * median(lasted) - min(since_s, median(lasted)))
 
 
 def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
@@ -139,7 +139,7 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
     for (version, state), count in sorted(states.items(), key=lambda item: (-item[0][0], item[0])):
         served = f"version {version}" if version >= 0 else "no version"
         yield Line(f"{count} {state}, {served}", _style_of(state))
-    width = max((len(one.name) for one in workers), default=0)
+    width = max((len(worker.name) for worker in workers), default=0)
     for worker in workers:
         yield _worker(stats, worker, f"{worker.name:<{width}}", at_ns)
     if not states:
@@ -172,8 +172,10 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     away += f" agents {status.with_agent}" if status.with_agent else ""
     if status.calls_open:
         away += f" calls {status.calls_open} ({duration(status.call_open_s)})"
-    for one in status.failing:
-        away += f" {one.url or one.task} failing ({duration((at_ns - one.since_ns) / 1e9)})"
+    for server in status.failing:
+        away += (
+            f" {server.url or server.task} failing ({duration((at_ns - server.since_ns) / 1e9)})"
+        )
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     counts = worker.counts
@@ -196,18 +198,18 @@ def _silent_s(stats: RunStats, status: AnyMetrics, at_ns: int) -> float | None:
 def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
     """The smallest terminal shows only the first lines."""
     recent = list(stats.steps)[-RECENT:]
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for step in recent:
-        found.update(dict(step.staleness))
-    shares = {value: count / found.total() for value, count in sorted(found.items())}
+        counts.update(dict(step.staleness))
+    shares = {value: count / counts.total() for value, count in sorted(counts.items())}
     bound = stats.bound
     yield Line(_step_now(stats, at_ns))
     if failed := stats.failed.share().words:
         yield Line(failed, "alarm")
-    said = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
+    text = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
     late = bound is not None and any(value > bound for value in shares)
     beyond = " over the bound" if late else ""
-    yield Line(f"staleness (bound {_or(bound)}) {said or '-'}{beyond}", "alarm" if late else "")
+    yield Line(f"staleness (bound {_or(bound)}) {text or '-'}{beyond}", "alarm" if late else "")
     yield from map(Line, _queue(stats))
     yield Line(_tokens(stats))
     yield from map(Line, _reward(stats, plain))
@@ -224,7 +226,7 @@ def _step_now(stats: RunStats, at_ns: int) -> str:
     batch = stats.account.batch
     if batch is not None:
         since_s = max(0, at_ns - batch.taken_ns) / 1e9
-        usual = [one.training_s for one in list(stats.steps)[-RECENT:]]
+        usual = [step.training_s for step in list(stats.steps)[-RECENT:]]
         of = f" of about {duration(median(usual))}" if usual else ""
         return f"step {batch.take.step} trains {duration(since_s)}{of}"
     return batch_words(stats)
@@ -234,8 +236,8 @@ def _queue(stats: RunStats) -> Iterator[str]:
     status = stats.heard.get(ORCHESTRATOR)
     queued = status.queued_requests if isinstance(status, OrchestratorStatus) else None
     yield f"queue {_or(queued)} requests, {len(stats.account.open)} open groups"
-    groups = [one for one in stats.account.open.values() if one.spec.purpose == "train"]
-    slack = Counter(one.spec.deadline - stats.version for one in groups)
+    groups = [group for group in stats.account.open.values() if group.spec.purpose == "train"]
+    slack = Counter(group.spec.deadline - stats.version for group in groups)
     if slack:
         due = " ".join(f"{steps}:{count}" for steps, count in sorted(slack.items()))
         yield f"groups by steps to deadline {due}"
@@ -243,14 +245,14 @@ def _queue(stats: RunStats) -> Iterator[str]:
 
 def _tokens(stats: RunStats) -> str:
     now = sum(worker.tokens_per_s for worker in stats.present())
-    recent = [one for one in list(stats.steps)[-RECENT:] if one.seconds]
-    seconds = sum(one.seconds or 0.0 for one in recent)
-    trained = sum(one.tokens for one in recent) / seconds if seconds else 0.0
+    recent = [step for step in list(stats.steps)[-RECENT:] if step.seconds]
+    seconds = sum(step.seconds or 0.0 for step in recent)
+    trained = sum(step.tokens for step in recent) / seconds if seconds else 0.0
     return f"tokens/s {short(now)} sampled now, {short(trained)} trained"
 
 
 def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
-    rewards = [one.reward for one in stats.steps][-SPARKS:]
+    rewards = [step.reward for step in stats.steps][-SPARKS:]
     last = "-" if not rewards or rewards[-1] is None else f"{rewards[-1]:.3f}"
     yield f"reward {last} {sparkline(rewards, plain=plain)}".rstrip()
     if rewards and stats.steps[-1].task_rewards:
@@ -268,12 +270,12 @@ def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
     if stats.over:
         yield Line("run finished", "dim")
         return
-    for one in roles_of(stats, at_ns):
-        yield from (Line(alarm, "alarm") for alarm in one.alarms)
-        if one.wait or (one.role in (TRAINER, ORCHESTRATOR) and not one.alarms):
-            blocked = f" <- {one.end}" if one.end else ""
-            style: Style = "alarm" if one.wait == "silent" else "busy" if one.wait else "good"
-            yield Line(f"{one.line}{blocked}", style)
+    for answer in roles_of(stats, at_ns):
+        yield from (Line(alarm, "alarm") for alarm in answer.alarms)
+        if answer.wait or (answer.role in (TRAINER, ORCHESTRATOR) and not answer.alarms):
+            blocked = f" <- {answer.end}" if answer.end else ""
+            style: Style = "alarm" if answer.wait == "silent" else "busy" if answer.wait else "good"
+            yield Line(f"{answer.line}{blocked}", style)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +311,7 @@ def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
 def _recent_decisions(stats: RunStats) -> Iterator[Line]:
     """Newest first, with the time since the start."""
     began_ns = stats.started.at_ns if stats.started else 0
-    summaries = [one for round_ in stats.recent_rounds for one in summaries_of(round_)]
-    for one in reversed(summaries):
-        at = f"{max(0, one.at_ns - began_ns) / 1e9:>8.2f} s"
-        yield Line(f"{at}  {one.words}: {one.reason}")
+    summaries = [summary for round_ in stats.recent_rounds for summary in summaries_of(round_)]
+    for summary in reversed(summaries):
+        time = f"{max(0, summary.at_ns - began_ns) / 1e9:>8.2f} s"
+        yield Line(f"{time}  {summary.words}: {summary.reason}")

@@ -172,14 +172,14 @@ class StepWait:
             line += f", computed parts of it for {self.early_s:.2f} s"
         if self.last:
             line += f"; last trajectory {self.last} (version {self.version}) from {self.worker}"
-        pieces = [f"{one.words()} {one.seconds:.2f} s" for one in self.pieces]
+        pieces = [f"{piece.words()} {piece.seconds:.2f} s" for piece in self.pieces]
         return line + (f": {'; '.join(pieces)}" if pieces else "") + stopped
 
 
 def waits_of(catalogue: Catalogue) -> list[StepWait]:
     """Return the wait before every step whose batch was taken."""
     return [
-        StepWait(**row | {"pieces": tuple(Piece(**one) for one in row["pieces"] or ())})
+        StepWait(**row | {"pieces": tuple(Piece(**fields) for fields in row["pieces"] or ())})
         for row in catalogue.records(WAITS)
     ]
 
@@ -245,7 +245,7 @@ class Summary:
         """Return at most `ROLES_MAX` roles."""
         if len(self.roles) <= ROLES_MAX:
             return self.roles
-        workers = sorted(self.roles[2:], key=lambda one: -one.waited_s)
+        workers = sorted(self.roles[2:], key=lambda role: -role.waited_s)
         return (*self.roles[:2], *workers[: ROLES_MAX - 2])
 
     @property
@@ -281,26 +281,31 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
     started_ns, ended_ns, over, heartbeat_s = catalogue.one(RUN) or (0, 0, False, None)
     heartbeat_ns = int((heartbeat_s or HEARTBEAT_S) * 1e9)
     waits = waits_of(catalogue)
-    found = read_statuses(bus, topics)
-    roles = _by_role(found)
+    statuses = read_statuses(bus, topics)
+    roles = _by_role(statuses)
     pauses = Pauses(catalogue.query(PAUSES))
-    kept_ns = _kept_ns(bus, topics, found, ended_ns)
-    told = for_batches([one for one in waits if one.free_ns >= kept_ns])
-    known_s = sum(one.known_s for one in waits if one.free_ns >= kept_ns)
+    kept_ns = _kept_ns(bus, topics, statuses, ended_ns)
+    batch_waits = for_batches([wait for wait in waits if wait.free_ns >= kept_ns])
+    known_s = sum(wait.known_s for wait in waits if wait.free_ns >= kept_ns)
     trainer = role_waits(
-        TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, known_s=known_s, skip="batch"
+        TRAINER,
+        roles.pop(TRAINER, []),
+        heartbeat_ns,
+        batch_waits=batch_waits,
+        known_s=known_s,
+        skip="batch",
     )
     stops = catalogue.query(STOPS)
-    waited = sorted(waits, key=lambda one: (-one.waited_s, one.step))
+    waited = sorted(waits, key=lambda wait: (-wait.waited_s, wait.step))
     return Summary(
         run=topics.run,
         run_s=(ended_ns - started_ns - sum(end - begin for begin, end in stops)) / 1e9,
         over=over,
-        steps=sum(one.committed_ns is not None for one in waits),
+        steps=sum(wait.committed_ns is not None for wait in waits),
         untold_s=max(0, kept_ns - started_ns) / 1e9 if kept_ns else 0.0,
         roles=(trainer, *(role_waits(name, roles[name], heartbeat_ns) for name in sorted(roles))),
-        longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
-        alarms=tuple(_alarms(map(pauses.excused, found))),
+        longest=tuple(wait for wait in waited[:STEPS_MAX] if wait.waited_s),
+        alarms=tuple(_alarms(map(pauses.excused, statuses))),
         failed=_failed(catalogue),
         fallbacks=_fallbacks(catalogue),
         stops=tuple((end - begin) / 1e9 for begin, end in stops),
@@ -328,17 +333,17 @@ def _failed(catalogue: Catalogue) -> FailedShare:
     return FailedShare(**rows[0]) if rows else FailedShare()
 
 
-def _kept_ns(bus: Bus, topics: Topics, found: Sequence[AnyMetrics], ended_ns: int) -> int:
+def _kept_ns(bus: Bus, topics: Topics, statuses: Sequence[AnyMetrics], ended_ns: int) -> int:
     """Return the wall clock of the first kept status; 0 if none was deleted."""
     partitions = range(bus.partitions(topics.metrics))
-    if not any(bus.begin(TopicPartition(topics.metrics, one)) for one in partitions):
+    if not any(bus.begin(TopicPartition(topics.metrics, partition)) for partition in partitions):
         return 0
-    return min((status.at_ns for status in found), default=ended_ns)
+    return min((status.at_ns for status in statuses), default=ended_ns)
 
 
-def _by_role(found: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
+def _by_role(statuses: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
     roles: dict[str, list[AnyMetrics]] = defaultdict(list)
-    for status in found:
+    for status in statuses:
         roles[role_of(status)].append(status)
     return roles
 
@@ -350,8 +355,8 @@ def for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
         for piece in wait.pieces:
             pieces[piece.kind, piece.worker].append(piece)
     return {
-        (kind, piece_words(kind, worker, {one.version for one in of})): sum(
-            one.seconds for one in of
+        (kind, piece_words(kind, worker, {piece.version for piece in of})): sum(
+            piece.seconds for piece in of
         )
         for (kind, worker), of in pieces.items()
     }
@@ -359,10 +364,10 @@ def for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
 
 def role_waits(
     name: str,
-    found: Sequence[AnyMetrics],
+    statuses: Sequence[AnyMetrics],
     heartbeat_ns: int,
     *,
-    told: Mapping[tuple[str, str], float] | None = None,
+    batch_waits: Mapping[tuple[str, str], float] | None = None,
     known_s: float = 0.0,
     skip: str = "",
 ) -> RoleWaits:
@@ -374,8 +379,8 @@ def role_waits(
     """
     lasted: dict[tuple[str, str], float] = defaultdict(float)
     there_s = silent_s = 0.0
-    usual_ns = _usual_ns(found)
-    for before, now in _intervals(found):
+    usual_ns = _usual_ns(statuses)
+    for before, now in _intervals(statuses):
         length_ns = now.at_ns - before.at_ns
         if length_ns > SILENT_INTERVALS * usual_ns:
             silent_s += length_ns / 1e9
@@ -385,12 +390,12 @@ def role_waits(
             if wait.name != skip:
                 lasted[wait.name, WORDS.get(wait.name, wait.name)] += seconds
     there_s = max(there_s, known_s)
-    known = {key: seconds for key, seconds in (told or {}).items() if seconds}
-    left_s, heard_s = max(0.0, there_s - sum(known.values())), sum(lasted.values())
+    known_waits = {key: seconds for key, seconds in (batch_waits or {}).items() if seconds}
+    left_s, heard_s = max(0.0, there_s - sum(known_waits.values())), sum(lasted.values())
     kept = min(1.0, left_s / heard_s) if heard_s else 0.0
-    waits = [(*key, seconds) for key, seconds in known.items()]
+    waits = [(*key, seconds) for key, seconds in known_waits.items()]
     waits += [(*key, seconds * kept) for key, seconds in lasted.items() if seconds * kept]
-    waits.sort(key=lambda one: (-one[2], one[1]))
+    waits.sort(key=lambda wait: (-wait[2], wait[1]))
     return RoleWaits(
         role=name,
         there_s=there_s,
@@ -401,18 +406,18 @@ def role_waits(
     )
 
 
-def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
+def _intervals(statuses: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
     last: dict[int, AnyMetrics] = {}
-    for status in found:
+    for status in statuses:
         before = last.get(incarnation_of(status))
         if before is not None and before.at_ns < status.at_ns:
             yield before, status
         last[incarnation_of(status)] = status
 
 
-def _usual_ns(found: Sequence[AnyMetrics]) -> float:
+def _usual_ns(statuses: Sequence[AnyMetrics]) -> float:
     """Return the median interval: progress sends some early, silence is rare."""
-    lengths = sorted(now.at_ns - before.at_ns for before, now in _intervals(found))
+    lengths = sorted(now.at_ns - before.at_ns for before, now in _intervals(statuses))
     return lengths[len(lengths) * 9 // 10] if lengths else 0.0
 
 
@@ -436,9 +441,9 @@ def _still(status: AnyMetrics) -> Wait | None:
     return status.waits[0] if status.waits and status.waits[0].blocking else None
 
 
-def _alarms(found: Iterable[AnyMetrics]) -> list[str]:
+def _alarms(statuses: Iterable[AnyMetrics]) -> list[str]:
     last: dict[tuple[str, int, str, int], str] = {}
-    for status in found:
+    for status in statuses:
         for wait in status.waits:
             if wait.overdue:
                 key = (role_of(status), incarnation_of(status), wait.name, wait.since_ns)

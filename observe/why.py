@@ -153,12 +153,12 @@ def roles_of(stats: RunStats, at_ns: int) -> tuple[RoleAnswer, ...]:
 
 def batch_words(stats: RunStats) -> str:
     """Describe how complete the next batch is."""
-    trained = [one for one in stats.account.open.values() if one.spec.purpose == "train"]
-    finished = sum(one.whole for one in trained)
+    trained = [group for group in stats.account.open.values() if group.spec.purpose == "train"]
+    finished = sum(group.whole for group in trained)
     per_step = "?" if stats.per_step is None else stats.per_step
     words = f"step {stats.version}: {finished} of {per_step} groups finished"
     parts = stats.account.parts
-    taken = sum(len(one.groups) for one in parts)
+    taken = sum(len(part.groups) for part in parts)
     return words + (f", {taken} of them taken in {counted(len(parts), 'part')}" if parts else "")
 
 
@@ -193,7 +193,9 @@ class _Present:
 
     def _answer(self, name: str, status: AnyMetrics, path: tuple[str, ...]) -> RoleAnswer:
         alarms = tuple(
-            alarm_line(name, one, self._ago_s(one.since_ns)) for one in status.waits if one.overdue
+            alarm_line(name, wait, self._ago_s(wait.since_ns))
+            for wait in status.waits
+            if wait.overdue
         )
         failing = tuple(self._failing(status))
         if not status.waits or not status.waits[0].blocking:
@@ -206,7 +208,7 @@ class _Present:
             blockers = wait.blockers
             if wait.name in FED and ORCHESTRATOR not in path:
                 blockers = (*blockers, Blocker("role", ORCHESTRATOR))
-            chain = next(filter(None, (self._blocked(one, path) for one in blockers)), ())
+            chain = next(filter(None, (self._blocked(blocker, path) for blocker in blockers)), ())
         words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.description
         if wait.name == "requests" and (limit := self._admission_limit()):
             words += f"; no group may start: {limit}"
@@ -261,12 +263,12 @@ class _Present:
         return ", ".join(parts + ([f"{rate:,.0f} tok/s"] if rate else []))
 
     def _failing(self, status: AnyMetrics) -> Iterator[str]:
-        for one in status.failing if isinstance(status, WorkerStatus) else ():
-            how = "in back-off" if one.suspended else "probed by one process"
+        for server in status.failing if isinstance(status, WorkerStatus) else ():
+            how = "in back-off" if server.suspended else "probed by one process"
             yield (
-                f"task {one.task}: {one.url or 'its processes'} {how}, "
-                f"{counted(one.failures, 'failure')} in a row in "
-                f"{duration(self._ago_s(one.since_ns))}: {one.reason}"
+                f"task {server.task}: {server.url or 'its processes'} {how}, "
+                f"{counted(server.failures, 'failure')} in a row in "
+                f"{duration(self._ago_s(server.since_ns))}: {server.reason}"
             )
 
     # Chain from a wait to its root cause
@@ -279,15 +281,17 @@ class _Present:
                 return (answer.line, *answer.chain)
             case "group" if (group := self._stats.account.open.get(blocker.id)) is not None:
                 return self._group(group, path)
-            case "trajectory" if found := self._stats.account.open.get(group_of(blocker.id)):
-                return self._trajectory(blocker.id, found, path)
+            case "trajectory" if history := self._stats.account.open.get(group_of(blocker.id)):
+                return self._trajectory(blocker.id, history, path)
             case _:
                 return ()
 
     def _group(self, group: GroupHistory, path: tuple[str, ...]) -> tuple[str, ...]:
         spec = group.spec
         names = [
-            trajectory_id(spec.group, one) for one in range(spec.samples) if one not in group.left
+            trajectory_id(spec.group, sample)
+            for sample in range(spec.samples)
+            if sample not in group.left
         ]
         still_open = [name for name in names if not _is_logged(group, name)]
         due = f"deadline {spec.deadline}" if spec.purpose == "train" else "evaluation"
@@ -317,8 +321,8 @@ class _Present:
         """Describe the progress of a request, and what open calls wait for."""
         if not isinstance(status, WorkerStatus):
             return ""
-        known = status.progress.get(name)
-        text = f", {known.tokens} tokens at the last progress record" if known else ""
+        progress = status.progress.get(name)
+        text = f", {progress.tokens} tokens at the last progress record" if progress else ""
         before = status.calls_before or (-1,) * len(status.calls_oldest)
         pairs = zip(status.calls_oldest, before, strict=False)
         own = [(call, ahead) for call, ahead in pairs if call.trajectory == name]
@@ -377,7 +381,7 @@ class WhyAnswer:
             yield f"STOPPED: {self.halted}; fix it, then use `run --resume`"
         yield from filter(None, (self.failed, self.no_step))
         yield from self.alarms
-        yield from (f"{one.role}: {line}" for one in self.roles for line in one.failing)
+        yield from (f"{role.role}: {line}" for role in self.roles for line in role.failing)
 
     def trainer_chain(self) -> Sequence[str]:
         """Return the chain from the trainer's wait to its root cause."""
@@ -389,7 +393,7 @@ def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
     """Answer from statistics; `at_ns` is the wall clock."""
     roles = roles_of(stats, at_ns)
     batch = stats.account.batch
-    heard = [one.at_ns for one in stats.heard.values()]
+    heard = [status.at_ns for status in stats.heard.values()]
     waiting = not (stats.over or stats.halted) and batch is None
     return WhyAnswer(
         run=stats.run,
@@ -403,7 +407,7 @@ def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
         halted=stats.halted,
         failed=stats.failed.share().words,
         no_step=stats.since_step.words(stats.per_step) if waiting else "",
-        alarms=() if stats.halted else tuple(line for one in roles for line in one.alarms),
+        alarms=() if stats.halted else tuple(line for role in roles for line in role.alarms),
         roles=roles,
     )
 
@@ -465,7 +469,10 @@ def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
     """
 
     def takes(round_: Round) -> bool:
-        return any(isinstance(one, TakeBatch) and one.step == step for one in round_.decisions)
+        return any(
+            isinstance(decision, TakeBatch) and decision.step == step
+            for decision in round_.decisions
+        )
 
     past = _Past(topics.run, takes)
     past.read_until(bus, topics)

@@ -142,10 +142,10 @@ class Layout:
             raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
     def _read(self, raw: bytes) -> pa.RecordBatch:
-        schema, at = _schema_of(raw)
+        schema, offset = _schema_of(raw)
         if not schema.equals(self.schema):
             raise SchemaError("columns are not those of this record")
-        message = _message(raw, at, "record batch")
+        message = _message(raw, offset, "record batch")
         if _body_is_compressed(message.metadata.to_pybytes()):
             raise SchemaError("the Arrow body is compressed: its size cannot be bounded")
         batch = pa.ipc.read_record_batch(message, self.schema)
@@ -210,28 +210,28 @@ def _schema_of(raw: bytes) -> tuple[pa.Schema, int]:
         raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
 
-def _metadata_bytes(raw: bytes, at: int, wanted: str) -> int:
+def _metadata_bytes(raw: bytes, offset: int, expected: str) -> int:
     """Return the metadata size of the message. Raises SchemaError above the bound."""
-    head = raw[at : at + _PREFIX_BYTES]
+    head = raw[offset : offset + _PREFIX_BYTES]
     if len(head) < _PREFIX_BYTES or not head.startswith(_CONTINUATION):
-        raise SchemaError(f"the stream has no {wanted}")
+        raise SchemaError(f"the stream has no {expected}")
     size = int(struct.unpack_from("<i", head, 4)[0])
     if not 0 < size <= METADATA_BYTES_MAX:
         raise SchemaError(f"metadata of {size} bytes is not within 1 to {METADATA_BYTES_MAX}")
     return size
 
 
-def _message(raw: bytes, at: int, wanted: str) -> pa.ipc.Message:
+def _message(raw: bytes, offset: int, expected: str) -> pa.ipc.Message:
     """Return the message at an offset; rejects other types, which Arrow would misread."""
-    _metadata_bytes(raw, at, wanted)
+    _metadata_bytes(raw, offset, expected)
     stream = pa.BufferReader(raw)
-    stream.seek(at)
+    stream.seek(offset)
     try:
         message = pa.ipc.read_message(stream)
     except EOFError:
-        raise SchemaError(f"the stream ends before its {wanted}") from None
-    if message.type != wanted:
-        raise SchemaError(f"{message.type} message instead of a {wanted}")
+        raise SchemaError(f"the stream ends before its {expected}") from None
+    if message.type != expected:
+        raise SchemaError(f"{message.type} message instead of a {expected}")
     return message
 
 
@@ -239,10 +239,10 @@ def _body_is_compressed(metadata: bytes) -> bool:
     """Return whether a record batch has a compressed body; only its flatbuffer says so."""
     try:
         message = struct.unpack_from("<I", metadata)[0]
-        place = _field(metadata, message, _BATCH_SLOT)
-        if place is None:
+        offset = _field(metadata, message, _BATCH_SLOT)
+        if offset is None:
             return False
-        batch = place + struct.unpack_from("<I", metadata, place)[0]
+        batch = offset + struct.unpack_from("<I", metadata, offset)[0]
         return _field(metadata, batch, _COMPRESSION_SLOT) is not None
     except struct.error as error:
         raise SchemaError(f"not an Arrow message: {error}") from None
@@ -273,21 +273,21 @@ def compress(raw: bytes) -> bytes:
     """Return one zstd frame with checksum."""
     level = COMPRESSION_LEVEL if len(raw) < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
     try:
-        one = _COMPRESSORS[level].pop()
+        compressor = _COMPRESSORS[level].pop()
     except IndexError:
-        one = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    frame = one.compress(raw)
-    _COMPRESSORS[level].append(one)  # not reused after a failure
+        compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
+    frame = compressor.compress(raw)
+    _COMPRESSORS[level].append(compressor)  # not reused after a failure
     return frame
 
 
 def _decompress(frame: bytes) -> bytes:
     try:
-        one = _DECOMPRESSORS.pop()
+        decompressor = _DECOMPRESSORS.pop()
     except IndexError:
-        one = _decompressor()
-    raw = one.decompress(frame, allow_extra_data=False)
-    _DECOMPRESSORS.append(one)  # not reused after a failure
+        decompressor = _decompressor()
+    raw = decompressor.decompress(frame, allow_extra_data=False)
+    _DECOMPRESSORS.append(decompressor)  # not reused after a failure
     return raw
 
 

@@ -40,7 +40,7 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     together add a line of trajectory and reward (Python's `repr`) per reward.
     """
     _refuse_twice([group.group for group in groups])
-    _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
+    _refuse_twice([trajectory.trajectory for group in groups for trajectory in group.trajectories])
     return lines_digest(map(batch_lines, sorted(groups, key=attrgetter("group"))))
 
 
@@ -50,16 +50,16 @@ def parts_of(groups: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
     Example: ``parts_of("abcde", [2, 1]) == ["ab", "c", "de"]``
     """
     ends = list(accumulate(sizes))
-    return [groups[at:end] for at, end in zip([0, *ends], [*ends, len(groups)], strict=True)]
+    return [groups[start:end] for start, end in zip([0, *ends], [*ends, len(groups)], strict=True)]
 
 
 def batch_lines(group: TakenGroup) -> bytes:
     """Return a group's lines of the text of `batch_digest`."""
     head = f"{group.group}\t{group.version}\t{group.deadline}\n"
     lines = [
-        f"{one.trajectory}\t{one.attempt}\t{one.incarnation}\t"
-        f"{one.partition}\t{one.offset}\t{one.sha256}\n"
-        for one in sorted(group.trajectories, key=attrgetter("trajectory"))
+        f"{trajectory.trajectory}\t{trajectory.attempt}\t{trajectory.incarnation}\t"
+        f"{trajectory.partition}\t{trajectory.offset}\t{trajectory.sha256}\n"
+        for trajectory in sorted(group.trajectories, key=attrgetter("trajectory"))
     ]
     lines += [f"{name}\t{reward!r}\n" for name, reward in sorted(group.rewards.items())]
     return (head + "".join(lines)).encode()
@@ -68,16 +68,16 @@ def batch_lines(group: TakenGroup) -> bytes:
 def lines_digest(lines: Iterable[bytes]) -> str:
     """Return `batch_digest` of lines sorted by group id."""
     digest = hashlib.sha256(_BATCH_DIGEST_HEAD)
-    for one in lines:
-        digest.update(one)
+    for line in lines:
+        digest.update(line)
     return digest.hexdigest()
 
 
 def _refuse_twice(ids: Sequence[str]) -> None:
     if len(set(ids)) == len(ids):
         return
-    seen: set[str] = set()
-    for one in ids:
-        if one in seen:
-            raise SchemaError(f"{one} is in the batch twice", path="$.groups")
-        seen.add(one)
+    earlier: set[str] = set()
+    for trajectory in ids:
+        if trajectory in earlier:
+            raise SchemaError(f"{trajectory} is in the batch twice", path="$.groups")
+        earlier.add(trajectory)

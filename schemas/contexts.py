@@ -92,20 +92,20 @@ class ContextTokens:
 
 def bounds(contexts: Sequence[Context], length: int) -> list[tuple[int, int]]:
     """Return [start, end) in the record of each context's own tokens, including the first."""
-    starts = [0, *(one.start for one in contexts), length]
+    starts = [0, *(context.start for context in contexts), length]
     return list(pairwise(starts))
 
 
 def lengths(contexts: Sequence[Context], length: int) -> list[int]:
     """Return the total tokens of each context."""
-    shared = [0, *(one.shared for one in contexts)]
+    shared = [0, *(context.shared for context in contexts)]
     places = zip(shared, bounds(contexts, length), strict=True)
     return [before + end - start for before, (start, end) in places]
 
 
-def context_at(contexts: Sequence[Context], place: int) -> int:
+def context_at(contexts: Sequence[Context], position: int) -> int:
     """Return the context whose own tokens include this index of the record."""
-    return bisect_right([one.start for one in contexts], place)
+    return bisect_right([context.start for context in contexts], position)
 
 
 def place_of(call: Call, contexts: Sequence[Context]) -> tuple[int, int]:
@@ -123,14 +123,14 @@ def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[
     if number == 0:
         return [(start, end)]
     context = contexts[number - 1]
-    found: list[tuple[int, int]] = []
-    left = context.shared
-    for first, last in pieces(contexts, context.parent, length) if left else ():
-        taken = min(left, last - first)
+    ranges: list[tuple[int, int]] = []
+    remaining = context.shared
+    for first, last in pieces(contexts, context.parent, length) if remaining else ():
+        taken = min(remaining, last - first)
         if taken:
-            found.append((first, first + taken))
-        left -= taken
-    return [*found, (start, end)]
+            ranges.append((first, first + taken))
+        remaining -= taken
+    return [*ranges, (start, end)]
 
 
 def contexts_of(trajectory: Trajectory) -> Iterator[ContextTokens]:
@@ -164,13 +164,13 @@ def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[A
     return values
 
 
-def tokens_before(trajectory: Trajectory, place: int) -> list[int]:
+def tokens_before(trajectory: Trajectory, position: int) -> list[int]:
     """Return the model's input when it sampled the token at this index."""
     if not trajectory.meta.contexts:
-        return list(trajectory.token_ids[:place])
-    one = context_of(trajectory, context_at(trajectory.meta.contexts, place))
-    found: list[int] = one.token_ids[: one.own + place - one.start].tolist()
-    return found
+        return list(trajectory.token_ids[:position])
+    context = context_of(trajectory, context_at(trajectory.meta.contexts, position))
+    token_ids: list[int] = context.token_ids[: context.own + position - context.start].tolist()
+    return token_ids
 
 
 def prompt_digest(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> str:
@@ -186,8 +186,8 @@ def row_of(trajectory: Trajectory, number: int) -> TrainedRow:
     """Return a context for training; the record itself if it is the only one."""
     if not trajectory.meta.contexts:
         return trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
-    one = context_of(trajectory, number)
-    return one.token_ids.tolist(), one.loss_mask.tolist(), one.logprobs.tolist()
+    context = context_of(trajectory, number)
+    return context.token_ids.tolist(), context.loss_mask.tolist(), context.logprobs.tolist()
 
 
 def choices_of(trajectory: Trajectory, number: int) -> Choices | None:
@@ -197,8 +197,8 @@ def choices_of(trajectory: Trajectory, number: int) -> Choices | None:
     if routes is None:
         return None
     parts = pieces(trajectory.meta.contexts, number, trajectory.length)
-    whole = routes.choices
-    return np.concatenate([whole[first:last] for first, last in parts])
+    choices = routes.choices
+    return np.concatenate([choices[first:last] for first, last in parts])
 
 
 def rows_of(trajectory: Trajectory) -> list[TrainedRow]:
@@ -210,8 +210,8 @@ def counted_places(trajectory: Masked) -> np.ndarray[tuple[int], np.dtype[np.int
     """Return the ascending record indices of trainable sampled tokens: all except a context's first
     token, which nothing predicts."""
     counted = np.array(trajectory.loss_mask, dtype=bool)
-    alone = [one.start for one in trajectory.meta.contexts if not one.shared]
-    counted[[at for at in (0, *alone) if at < len(counted)]] = False
+    alone = [context.start for context in trajectory.meta.contexts if not context.shared]
+    counted[[start for start in (0, *alone) if start < len(counted)]] = False
     return np.flatnonzero(counted)
 
 
@@ -226,20 +226,22 @@ def check_contexts(
     contexts: Sequence[Context], calls: Sequence[Call], segments: Sequence[Segment], length: int
 ) -> None:
     """Raises SchemaError unless contexts match the segments and calls match sampled tokens."""
-    prompts = [one.start for one in segments if one.kind == "prompt"]
-    if [one.start for one in contexts] != prompts[1:]:
+    prompts = [segment.start for segment in segments if segment.kind == "prompt"]
+    if [context.start for context in contexts] != prompts[1:]:
         raise SchemaError("not where its prompts begin", path="$.meta.contexts")
     sizes = lengths(contexts, length)
-    for place, one in enumerate(contexts):
-        none = one.parent == -1 and one.shared == 0
-        if not none and not (0 <= one.parent <= place and 0 < one.shared <= sizes[one.parent]):
-            raise SchemaError("shares what is not there", path=f"$.meta.contexts[{place}]")
-        if not sizes[place + 1]:
-            raise SchemaError("is empty", path=f"$.meta.contexts[{place}]")
-    sampled = {one.start for one in segments if one.kind == "model"}
-    for place, call in enumerate(calls):
+    for index, context in enumerate(contexts):
+        none = context.parent == -1 and context.shared == 0
+        if not none and not (
+            0 <= context.parent <= index and 0 < context.shared <= sizes[context.parent]
+        ):
+            raise SchemaError("shares what is not there", path=f"$.meta.contexts[{index}]")
+        if not sizes[index + 1]:
+            raise SchemaError("is empty", path=f"$.meta.contexts[{index}]")
+    sampled = {segment.start for segment in segments if segment.kind == "model"}
+    for index, call in enumerate(calls):
         if not 0 <= call.start <= call.end <= length or call.start not in sampled:
-            raise SchemaError("not what a model sampled", path=f"$.meta.calls[{place}]")
+            raise SchemaError("not what a model sampled", path=f"$.meta.calls[{index}]")
 
 
 def call_fault(trajectory: Trajectory) -> str:
@@ -250,7 +252,7 @@ def call_fault(trajectory: Trajectory) -> str:
     """
     meta = trajectory.meta
     sampled = np.array(trajectory.loss_mask, dtype=bool)
-    for call in sorted(meta.calls, key=lambda one: (one.start, one.end)):
+    for call in sorted(meta.calls, key=lambda call: (call.start, call.end)):
         if not sampled[call.start : call.end].all():
             return f"the call at token {call.start} has tokens that were given, or another call's"
         sampled[call.start : call.end] = False
@@ -266,7 +268,7 @@ def call_fault(trajectory: Trajectory) -> str:
 
 
 def _seed_fault(trajectory: Trajectory) -> str:
-    meta, seen = trajectory.meta, set[tuple[str, int]]()
+    meta, occurrences = trajectory.meta, set[tuple[str, int]]()
     by_context: dict[int, list[Call]] = {}
     for call in meta.calls:
         by_context.setdefault(place_of(call, meta.contexts)[0], []).append(call)
@@ -276,7 +278,7 @@ def _seed_fault(trajectory: Trajectory) -> str:
             prompt = prompt_digest(ids[: place_of(call, meta.contexts)[1]])
             if call.seed != call_seed(meta.seed, prompt, call.occurrence):
                 return f"the seed of the call at token {call.start} does not follow from its prompt"
-            if (prompt, call.occurrence) in seen:
+            if (prompt, call.occurrence) in occurrences:
                 return f"the call at token {call.start} occurs twice"
-            seen.add((prompt, call.occurrence))
+            occurrences.add((prompt, call.occurrence))
     return ""

@@ -137,11 +137,11 @@ class RunStarted(Control, frozen=True, kw_only=True):
 
     def check_config(self) -> None:
         """Raises InvariantBroken if the configuration does not match its digest."""
-        found = config_digest(self.config)
-        if found != self.config_digest:
+        digest = config_digest(self.config)
+        if digest != self.config_digest:
             raise InvariantBroken(
                 f"the configuration in `run started` of {self.run} was changed: its sha256 is "
-                f"{found}, logged is {self.config_digest}",
+                f"{digest}, logged is {self.config_digest}",
                 hint="`dora-pipe audit` says what else does not hold",
             )
 
@@ -309,7 +309,8 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
             for name in ("at_ns", "worker", "incarnation", "version", "digest")
         }
         return [
-            TrajectoryLogged(**shared, **msgspec.structs.asdict(one)) for one in self.trajectories
+            TrajectoryLogged(**shared, **msgspec.structs.asdict(trajectory))
+            for trajectory in self.trajectories
         ]
 
 

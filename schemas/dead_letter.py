@@ -91,10 +91,10 @@ def encode_dead_letter(
 
 def decode_dead_letter(value: bytes, headers: Iterable[tuple[str, bytes]]) -> DeadLetter:
     """Decode a dead letter. Raises SchemaError."""
-    found = dict(headers).get(HEADER)
-    if found is None:
+    header = dict(headers).get(HEADER)
+    if header is None:
         raise SchemaError("header is missing", path=f"$.headers.{HEADER}")
-    letter = decode(found, _DECODER, f"$.headers.{HEADER}")
+    letter = decode(header, _DECODER, f"$.headers.{HEADER}")
     if letter.kept and (len(value), sha256_hex(value)) != (letter.bytes, letter.sha256):
         raise SchemaError("value is not the one that was kept", path="$.value")
     return DeadLetter(

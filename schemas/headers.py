@@ -23,8 +23,8 @@ _INTEGER = re.compile("-?(?:0|[1-9][0-9]{0,18})")
 
 def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> Headers:
     """Return the headers of a trajectory; `sha256` is that of its value bytes."""
-    said = dict(zip(_COMPARED_NAMES, _SAID_BY(trajectory), strict=True))
-    return Headers(**said, sha256=sha256, traceparent=traceparent)
+    fields = dict(zip(_COMPARED_NAMES, _SAID_BY(trajectory), strict=True))
+    return Headers(**fields, sha256=sha256, traceparent=traceparent)
 
 
 def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
@@ -45,25 +45,25 @@ def _as_written(pairs: tuple[tuple[str, bytes], ...]) -> Headers | None:
     line = b"\n".join(map(_SECOND, pairs))
     if not line.isascii():
         return None
-    found = _LINE.fullmatch(line.decode())
-    if found is None:
+    match = _LINE.fullmatch(line.decode())
+    if match is None:
         return None
     try:
-        return Headers(*[read(text) for read, text in zip(_QUICK, found.groups(), strict=True)])
+        return Headers(*[read(text) for read, text in zip(_QUICK, match.groups(), strict=True)])
     except ValueError:
         return None
 
 
 def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
-    found: dict[str, bytes] = {}
+    values: dict[str, bytes] = {}
     for name, value in raw:
-        if name in found and name in _NAMES:
+        if name in values and name in _NAMES:
             raise SchemaError("header is there twice", path=_path(name))
-        found[name] = value
+        values[name] = value
     parsed: dict[str, Any] = {}
     for name, kind in _KINDS.items():
-        if name in found:
-            parsed[name] = _parse(name, kind, found[name])
+        if name in values:
+            parsed[name] = _parse(name, kind, values[name])
         elif name not in _OPTIONAL:
             raise SchemaError("header is missing", path=_path(name))
     return Headers(**parsed)
@@ -88,13 +88,13 @@ def matches(headers: Headers, trajectory: Described) -> list[str]:
 
     Ignores `sha256`, which covers the bytes, and `traceparent`.
     """
-    wanted, found = _SAID_BY(trajectory), _COMPARED(headers)
-    if wanted == found:
+    expected, actual = _SAID_BY(trajectory), _COMPARED(headers)
+    if expected == actual:
         return []
     return [
         name
-        for name, one, other in zip(_COMPARED_NAMES, wanted, found, strict=True)
-        if one != other
+        for name, value, other in zip(_COMPARED_NAMES, expected, actual, strict=True)
+        if value != other
     ]
 
 

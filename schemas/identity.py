@@ -50,10 +50,10 @@ def trajectory_id(group: str, sample: int) -> str:
 
 def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
     """Return purpose, ordinal and sample index. Raises SchemaError."""
-    found = _TRAJECTORY.fullmatch(trajectory)
-    if found is None:
+    match = _TRAJECTORY.fullmatch(trajectory)
+    if match is None:
         raise SchemaError(f"not a trajectory id: {trajectory[:60]!r}", path="$.trajectory")
-    return _PURPOSES[found["letter"]], int(found["ordinal"]), int(found["sample"])
+    return _PURPOSES[match["letter"]], int(match["ordinal"]), int(match["sample"])
 
 
 def group_of(trajectory: str) -> str:
@@ -111,9 +111,9 @@ def source_of(purpose: Purpose, name: str) -> str:
 def whole_shares(ratios: tuple[float, ...]) -> tuple[int, ...]:
     """Return decimal ratios as exact integers: ``whole_shares((0.5, 1.25)) == (2, 5)``."""
     exact = [Fraction(repr(ratio)) for ratio in ratios]
-    scale = math.lcm(*(one.denominator for one in exact))
-    whole = [int(one * scale) for one in exact]
-    return tuple(one // math.gcd(*whole) for one in whole)
+    scale = math.lcm(*(ratio.denominator for ratio in exact))
+    scaled = [int(ratio * scale) for ratio in exact]
+    return tuple(share // math.gcd(*scaled) for share in scaled)
 
 
 def next_task(shares: Sequence[int], given: Sequence[int]) -> int:
@@ -124,8 +124,8 @@ def next_task(shares: Sequence[int], given: Sequence[int]) -> int:
     1), (1, 0)) == 0``.
     """
     total, number = sum(shares), sum(given) + 1
-    waiting = [one for one, share in enumerate(shares) if given[one] * total < number * share]
-    return min(waiting, key=lambda one: (Fraction(given[one] + 1, shares[one]), one))
+    waiting = [task for task, share in enumerate(shares) if given[task] * total < number * share]
+    return min(waiting, key=lambda task: (Fraction(given[task] + 1, shares[task]), task))
 
 
 @lru_cache(maxsize=_PROMPTS_KEPT)
@@ -136,15 +136,15 @@ def prompt_index(run_seed: int, ordinal: int, rows: int) -> tuple[int, int]:
     """
     if rows < 1:
         raise ValueError("the data set has no rows")
-    epoch, place = divmod(ordinal, rows)
-    return epoch, _permute(place, rows, derive_seed("order", run_seed, epoch))
+    epoch, index = divmod(ordinal, rows)
+    return epoch, _permute(index, rows, derive_seed("order", run_seed, epoch))
 
 
-def _permute(place: int, rows: int, key: int) -> int:
+def _permute(index: int, rows: int, key: int) -> int:
     """Return a keyed permutation of range(rows): a Feistel network with cycle walking."""
     half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    value = place
+    value = index
     while True:
         left, right = value >> half_bits, value & mask
         for turn in range(_FEISTEL_ROUNDS):

@@ -165,8 +165,8 @@ def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
     """
     if not status.since:
         return status
-    known = {} if before is None or before.incarnation != status.incarnation else before.progress
-    progress = known | status.progress
+    earlier = {} if before is None or before.incarnation != status.incarnation else before.progress
+    progress = earlier | status.progress
     for name in status.ended:
         progress.pop(name, None)
     return msgspec.structs.replace(status, progress=progress, since=False, ended=())

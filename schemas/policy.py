@@ -31,7 +31,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dtype(self) -> PolicyDtype:
         """Return the published dtype; that of its matrices for an adapter."""
-        return "bfloat16" if any(one.dtype == "BF16" for one in self.tensors) else "float32"
+        return "bfloat16" if any(tensor.dtype == "BF16" for tensor in self.tensors) else "float32"
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

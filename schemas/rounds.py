@@ -171,16 +171,16 @@ class Schedule(Decision, frozen=True, kw_only=True):
         return [
             ScheduledRequest(
                 spec=self.spec,
-                trajectory=trajectory_id(self.spec.group, one.sample),
-                sample=one.sample,
-                attempt=one.attempt,
+                trajectory=trajectory_id(self.spec.group, sample.sample),
+                sample=sample.sample,
+                attempt=sample.attempt,
                 worker=self.worker,
                 incarnation=self.incarnation,
-                resume=one.resume,
-                kv=one.kv,
+                resume=sample.resume,
+                kv=sample.kv,
                 reason=self.reason,
             )
-            for one in self.samples
+            for sample in self.samples
         ]
 
 

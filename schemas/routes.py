@@ -103,14 +103,14 @@ def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -
         why = f"{len(routes.data)} bytes for {tokens} tokens of {routes.token_bytes}"
         raise SchemaError(why, path="$.routed_experts")
     # Check in blocks, to bound memory.
-    some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
+    block = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
-    numbers = min(some, tokens) * routes.layers * routes.per_token
+    numbers = min(block, tokens) * routes.layers * routes.per_token
     scratch = np.empty(
         (2, numbers), np.min_scalar_type(2 * routes.experts - 1)
     )  # One bit to spare.
-    for start in range(0, tokens, some):
-        part = choices[start : start + some]
+    for start in range(0, tokens, block):
+        part = choices[start : start + block]
         if not _plainly_sound(part, routes, scratch if distinct else None):
             _look_closer(part, routes, start)
 
@@ -123,8 +123,8 @@ def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
     ordered = np.sort(rows, axis=2)
     odd |= np.any(ordered[:, :, 1:] == ordered[:, :, :-1], axis=(1, 2))
     if odd.any():
-        at = start + int(np.flatnonzero(there)[odd.argmax()])
-        raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{at}]")
+        token = start + int(np.flatnonzero(there)[odd.argmax()])
+        raise SchemaError("not experts of this model, each once", path=f"$.routed_experts[{token}]")
 
 
 def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) -> bool:
@@ -180,8 +180,8 @@ def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, 
     first = routes.choices[:, 0, 0]
     missing = first[np.asarray(places, np.int64)] == none_of(routes.experts)
     if missing.any():
-        at = int(np.asarray(places)[int(missing.argmax())])
-        raise SchemaError("a sampled token without experts", path=f"$.routed_experts[{at}]")
+        token = int(np.asarray(places)[int(missing.argmax())])
+        raise SchemaError("a sampled token without experts", path=f"$.routed_experts[{token}]")
 
 
 def need_room(tokens: int, token_bytes: int) -> None:

@@ -164,7 +164,7 @@ class Trajectory:
     @property
     def versions(self) -> list[int]:
         """Return the version of every sampled segment, in order."""
-        return [one.version for one in self.segments if one.kind == "model"]
+        return [segment.version for segment in self.segments if segment.kind == "model"]
 
 
 class Versioned(Protocol):
@@ -311,14 +311,14 @@ def check_digest(digest: str) -> None:
 
 def _check_weights(trajectory: Described) -> None:
     """Check that a mixed trajectory names exactly the weights of its other versions."""
-    named = [one.version for one in trajectory.meta.weights]
-    for one in trajectory.meta.weights:
-        check_digest(one.digest)
+    named = [weight.version for weight in trajectory.meta.weights]
+    for weight in trajectory.meta.weights:
+        check_digest(weight.digest)
     if not named:  # callers that know the run check whether mixing is allowed
         return
     own = trajectory.version
-    others = dict.fromkeys(version for version in trajectory.versions if version != own)
-    if named != list(others):
+    other_versions = dict.fromkeys(version for version in trajectory.versions if version != own)
+    if named != list(other_versions):
         raise SchemaError("not the versions of its segments", path="$.meta.weights")
 
 
@@ -329,15 +329,15 @@ def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
 
 def check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> None:
     """Raises SchemaError unless the segments tile the sequence and match the mask."""
-    at = 0
-    for place, segment in enumerate(segments):
-        if segment.start != at or not at <= segment.end <= len(mask):
-            raise SchemaError("segments do not tile the sequence", path=f"$.segments[{place}]")
-        sampled = int(np.count_nonzero(mask[at : segment.end]))
-        if sampled != (segment.end - at if segment.kind == "model" else 0):
-            raise SchemaError("mask and segment disagree", path=f"$.segments[{place}]")
-        at = segment.end
-    if at != len(mask):
+    start = 0
+    for index, segment in enumerate(segments):
+        if segment.start != start or not start <= segment.end <= len(mask):
+            raise SchemaError("segments do not tile the sequence", path=f"$.segments[{index}]")
+        sampled = int(np.count_nonzero(mask[start : segment.end]))
+        if sampled != (segment.end - start if segment.kind == "model" else 0):
+            raise SchemaError("mask and segment disagree", path=f"$.segments[{index}]")
+        start = segment.end
+    if start != len(mask):
         raise SchemaError("segments do not reach the end", path="$.segments")
 
 
@@ -345,7 +345,7 @@ def turns_of(
     segments: Sequence[Segment], token_ids: Sequence[int]
 ) -> list[tuple[SegmentKind, list[int]]]:
     """Return every turn except prompts with its token ids, merging segments of a turn."""
-    found: list[tuple[SegmentKind, list[int]]] = []
+    turns: list[tuple[SegmentKind, list[int]]] = []
     last: tuple[SegmentKind, int] | None = None
     for segment in segments:
         if segment.kind == "prompt":  # one per context
@@ -353,11 +353,11 @@ def turns_of(
             continue
         ids = token_ids[segment.start : segment.end]
         if last == (segment.kind, segment.turn):
-            found[-1][1].extend(ids)
+            turns[-1][1].extend(ids)
         else:
-            found.append((segment.kind, list(ids)))
+            turns.append((segment.kind, list(ids)))
         last = (segment.kind, segment.turn)
-    return found
+    return turns
 
 
 def answer_of(trajectory: Trajectory) -> list[int]:

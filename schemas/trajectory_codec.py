@@ -72,15 +72,17 @@ class RecordLayout(Layout, Generic[T]):
 
     def __init__(self, record: type[T], columns: Mapping[str, Column]) -> None:
         self._record: type[T] = record
-        named = [one for one in fields(record) if one.name != ROUTED or ROUTED in columns]
+        named = [field for field in fields(record) if field.name != ROUTED or ROUTED in columns]
         self.columns: dict[str, Column] = {
-            one.name: columns.get(one.name) or _plain(one.type) for one in named
+            field.name: columns.get(field.name) or _plain(field.type) for field in named
         }
         self._names: tuple[tuple[str, str], ...] = tuple(
-            (field, one.name or field) for field, one in self.columns.items()
+            (field, column.name or field) for field, column in self.columns.items()
         )
         self._reads: tuple[tuple[str, Callable[[Any], Any]], ...] = tuple(
-            (field, one.read) for field, one in self.columns.items() if one.read is not _as_it_is
+            (field, column.read)
+            for field, column in self.columns.items()
+            if column.read is not _as_it_is
         )
         super().__init__(
             pa.schema(
@@ -103,20 +105,22 @@ class RecordLayout(Layout, Generic[T]):
 
     def write(self, record: T) -> dict[str, pa.Array]:
         """Return the columns of a record. Raises SchemaError."""
-        values = {name: one.write(getattr(record, name)) for name, one in self.columns.items()}
+        values = {
+            name: column.write(getattr(record, name)) for name, column in self.columns.items()
+        }
         if same_bits(values["logprobs"], values["sampler_logprobs"]):
             values["sampler_logprobs"] = None
         return {name: self.column(name, values[field]) for field, name in self._names}
 
     def read(self, values: Mapping[str, Any]) -> T:
         """Return the record from column values. Raises SchemaError."""
-        found: dict[str, Any] = {field: values.get(name) for field, name in self._names}
+        attributes: dict[str, Any] = {field: values.get(name) for field, name in self._names}
         for field, read in self._reads:
-            found[field] = read(found[field])
-        if found["sampler_logprobs"] is None:
-            found["sampler_logprobs"] = found["logprobs"]
-        made: T = self._record(**found)
-        return made
+            attributes[field] = read(attributes[field])
+        if attributes["sampler_logprobs"] is None:
+            attributes["sampler_logprobs"] = attributes["logprobs"]
+        record: T = self._record(**attributes)
+        return record
 
     def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
         """Return the value bytes of checked columns."""
@@ -127,15 +131,15 @@ class RecordLayout(Layout, Generic[T]):
         return self.seal(list(columns.values()))
 
 
-def same_bits(some: Any, others: Any) -> bool:
+def same_bits(first: Any, second: Any) -> bool:
     """Return whether float32 arrays are bitwise equal: -0.0 must survive. Returns False for other
     types."""
-    if not (isinstance(some, np.ndarray | array) and isinstance(others, np.ndarray | array)):
+    if not (isinstance(first, np.ndarray | array) and isinstance(second, np.ndarray | array)):
         return False
-    one, other = np.asarray(some), np.asarray(others)
-    if not one.dtype == other.dtype == np.float32:
+    numbers, other = np.asarray(first), np.asarray(second)
+    if not numbers.dtype == other.dtype == np.float32:
         return False
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+    return np.array_equal(numbers.view(np.uint32), other.view(np.uint32))
 
 
 def _plain(annotation: Any) -> Column:
@@ -418,9 +422,9 @@ def _check_chunk(record: Any) -> None:
 def decode_any_progress(value: bytes) -> AnyProgress:
     """Return any progress record. Raises only SchemaError."""
     raw = decompress(value)
-    if any(one.is_of(raw) for one in (TURN_PROGRESS, TURN_PROGRESS.routed)):
+    if any(codec.is_of(raw) for codec in (TURN_PROGRESS, TURN_PROGRESS.routed)):
         return _decoded(TURN_PROGRESS, raw, _turn_arrays)
-    if any(one.is_of(raw) for one in (EPISODE_PROGRESS, EPISODE_PROGRESS.routed)):
+    if any(codec.is_of(raw) for codec in (EPISODE_PROGRESS, EPISODE_PROGRESS.routed)):
         return _episode_progress(raw)
     return _decoded(PROGRESS, raw, _progress_arrays)
 

@@ -131,10 +131,10 @@ def schema_error(
     error: Exception, root: str = "$", *, what: str = "", hint: str | None = None
 ) -> SchemaError:
     """Convert a msgspec error; its path is appended to `root`, and `what` precedes the reason."""
-    found = _PATH.match(str(error))
-    assert found is not None
-    path = (found["path"] or "$").removeprefix("$")
-    reason = found["what"] or type(error).__name__
+    match = _PATH.match(str(error))
+    assert match is not None
+    path = (match["path"] or "$").removeprefix("$")
+    reason = match["what"] or type(error).__name__
     return SchemaError(f"{what}{reason}", path=f"{root}{path}", hint=hint)
 
 
@@ -169,11 +169,11 @@ def refuse_non_finite(value: Any, path: str = "$") -> None:
         for name in float_fields(type(value)):
             refuse_non_finite(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, dict):
-        for key, one in value.items():
-            refuse_non_finite(one, f"{path}.{key}")
+        for key, element in value.items():
+            refuse_non_finite(element, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            refuse_non_finite(one, f"{path}[{place}]")
+        for index, element in enumerate(value):
+            refuse_non_finite(element, f"{path}[{index}]")
 
 
 @functools.cache

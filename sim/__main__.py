@@ -85,7 +85,7 @@ def _played(seeds: range, jobs: int, steps: int) -> Iterator[SeedResult]:
         yield from (run_seed(seed, steps=steps) for seed in seeds)
         return
     size = max(1, min(CHUNK_MAX, -(-len(seeds) // jobs)))
-    chunks = [seeds[at : at + size] for at in range(0, len(seeds), size)]
+    chunks = [seeds[index : index + size] for index in range(0, len(seeds), size)]
     with ThreadPoolExecutor(jobs) as threads:
         for results in threads.map(_run_apart, chunks, [steps] * len(chunks)):
             yield from results

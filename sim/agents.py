@@ -80,7 +80,7 @@ class AgentObserver:
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
         """A call is refused."""
 
-    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
+    def answered(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
         """A call is answered."""
 
 
@@ -93,37 +93,37 @@ def program(call: PoolCall, draws: Draws) -> Program:
     Raises AgentError, after a refusal in half of the cases.
     """
     row, end = call.index, draws(-1)
-    said = [[*SYSTEM[: row % 3], 3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]]
+    contexts = [[*SYSTEM[: row % 3], 3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]]
     refused = False
     for number in range(end.randint(1, ROUNDS_MAX)):
-        asks = _asks(draws(number), said)
+        asks = _asks(draws(number), contexts)
         heard = yield asks
-        for ask, one in zip(asks, heard, strict=True):
-            if isinstance(one, AnswerCall):
-                said.append([*ask.prompt, *one.token_ids])
+        for ask, answer in zip(asks, heard, strict=True):
+            if isinstance(answer, AnswerCall):
+                contexts.append([*ask.prompt, *answer.token_ids])
             else:
                 refused = True
         if refused:
             break
     if refused and end.random() < 0.5:
         raise AgentError("a call was refused")
-    kind, digest = end.choice(("reward", "text", "")), int(prompt_digest(said[-1])[:8], 16)
+    kind, digest = end.choice(("reward", "text", "")), int(prompt_digest(contexts[-1])[:8], 16)
     if kind == "reward":
         value = float(digest % 2)
         return Rewarded(request=call.request, reward=value, raw=value, parts={"own": value})
     return str(digest) if kind else None
 
 
-def _asks(chance: Random, said: Sequence[list[int]]) -> list[Ask]:
+def _asks(chance: Random, contexts: Sequence[list[int]]) -> list[Ask]:
     kinds = ("extend", "extend", "extend", "branch", "compact", "parallel", "again")
-    kind, newest = chance.choice(kinds), said[-1]
+    kind, newest = chance.choice(kinds), contexts[-1]
     if kind == "compact" or (len(newest) > LONG and chance.random() < 0.9):
-        return [Ask([*said[0][: chance.randint(1, 6)], *_tokens(chance, 4)], _most(chance))]
+        return [Ask([*contexts[0][: chance.randint(1, 6)], *_tokens(chance, 4)], _most(chance))]
     if kind == "branch":
-        base = chance.choice(said)
+        base = chance.choice(contexts)
         return [Ask([*base[: chance.randint(1, len(base))], *_tokens(chance, 2)], _most(chance))]
     if kind == "parallel":
-        bases = [chance.choice((SYSTEM, *said[-3:])) for _ in range(chance.randint(2, 3))]
+        bases = [chance.choice((SYSTEM, *contexts[-3:])) for _ in range(chance.randint(2, 3))]
         return [Ask([*base, *_tokens(chance, 3)], _most(chance)) for base in bases]
     ask = Ask([*newest, *_tokens(chance, chance.choice((0, 1, 4)))], _most(chance))
     return [ask, ask] if kind == "again" else [ask]
@@ -237,7 +237,7 @@ class Agents:
         if self._befalls(AGENT_LOST):
             message = self._chance.choice(LOST_MESSAGES)
             self._say(EpisodeLost(request=name, message=message), 3 * self._think_ns())
-        self._go_on(running, None)
+        self._advance(running, None)
 
     def forget(self, request: str) -> None:
         """End a program silently."""
@@ -275,8 +275,12 @@ class Agents:
 
     def idle(self) -> dict[str, int]:
         """Start times at which requests needed no slot."""
-        found = self._running.items()
-        return {name: one.idle_ns for name, one in found if not (one.waits or one.again)}
+        programs = self._running.items()
+        return {
+            name: program.idle_ns
+            for name, program in programs
+            if not (program.waits or program.again)
+        }
 
     def _draws(self, trajectory: str) -> Draws:
         """Return a program's random numbers; a wandering one changes them from some round on."""
@@ -286,7 +290,7 @@ class Agents:
         seed = f"agent {self._seed} {trajectory}"
         return lambda number: Random(f"{seed} {number} {salt if number >= after else ''}")
 
-    def _go_on(self, running: _RunningProgram, heard: list[Heard] | None) -> None:
+    def _advance(self, running: _RunningProgram, heard: list[Heard] | None) -> None:
         name = running.call.request
         try:
             asks = running.program.send(heard) if heard is not None else next(running.program)
@@ -322,7 +326,7 @@ class Agents:
         running.waits -= 1
         running.idle_ns = self._clock.now_ns()
         if isinstance(heard, AnswerCall):
-            self._observer.told(self._incarnation, ask.prompt, heard)
+            self._observer.answered(self._incarnation, ask.prompt, heard)
         else:
             self._observer.refused(self._incarnation, heard.request, ask.prompt)
             if heard.code == TOO_MANY_OPEN and running.tries < TRIES_MAX:
@@ -330,12 +334,12 @@ class Agents:
                 return
         running.heard[heard.call] = heard
         if len(running.heard) == len(running.asks):
-            self._go_on(running, [running.heard[number] for number in running.asks])
+            self._advance(running, [running.heard[number] for number in running.asks])
 
     def _ask_again(self, running: _RunningProgram, refused: int) -> None:
         running.tries += 1
         ask, number = running.asks[refused], next(self._numbers)
-        running.asks = {number if old == refused else old: one for old, one in running.asks.items()}
+        running.asks = {number if old == refused else old: ask for old, ask in running.asks.items()}
         self._ask(running.call.request, number, ask, running.tries * (1 + self._think_ns()))
 
     def _end(self, running: _RunningProgram, value: Rewarded | str | None) -> None:
@@ -360,6 +364,8 @@ class Agents:
 
     def _drop(self, request: str, kind: type = object) -> None:
         self._later = [
-            one for one in self._later if one[2].request != request or not isinstance(one[2], kind)
+            entry
+            for entry in self._later
+            if entry[2].request != request or not isinstance(entry[2], kind)
         ]
         heapq.heapify(self._later)

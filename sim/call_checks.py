@@ -38,7 +38,7 @@ class _Start:
     """Accepted calls by prompt digest."""
     seeds: set[int] = field(default_factory=set)
     """Seeds of answers."""
-    told: list[Answered] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
 
 
 class CallChecks(AgentObserver):
@@ -79,7 +79,7 @@ class CallChecks(AgentObserver):
         self.counted["call refused"] += 1
         self._starts[incarnation, request].asked[prompt_digest(prompt)] -= 1
 
-    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
+    def answered(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
         self.counted["call answered"] += 1
         start = self._starts[incarnation, answer.request]
         tokens, trajectory = tuple(answer.token_ids), answer.request.partition("/")[0]
@@ -90,7 +90,7 @@ class CallChecks(AgentObserver):
             self._wrong("C1", f"{who} is not one of version {spec.version}")
             return
         start.seeds.add(seed)
-        start.told.append((tuple(prompt), tokens))
+        start.answered.append((tuple(prompt), tokens))
         if tokens not in self._durable[trajectory, seed]:
             self._wrong("calls", f"{who} is not in the log")
         self.counted["call answered again"] += (trajectory, seed) in self._said
@@ -105,7 +105,7 @@ class CallChecks(AgentObserver):
         """Return an answer's seed; None if it matches no call."""
         spec, digest = self._specs[group_of(trajectory)], prompt_digest(prompt)
         own = trajectory_seed(spec.seed, int(trajectory.rpartition("-")[2]))
-        seeds = (call_seed(own, digest, one) for one in range(start.asked[digest]))
+        seeds = (call_seed(own, digest, index) for index in range(start.asked[digest]))
         tokens, logprobs = answer.token_ids, answer.logprobs
         for seed in seeds:
             strange = strange_place(spec.digest, seed, len(prompt), tokens, logprobs)
@@ -113,25 +113,34 @@ class CallChecks(AgentObserver):
                 return seed
         return None
 
-    def _trajectory(self, one: Trajectory, incarnation: int) -> None:
-        place = strange_token(one)
-        if place is not None:
-            what = f"{one.trajectory}: token {place} is not one of version {one.version}"
+    def _trajectory(self, trajectory: Trajectory, incarnation: int) -> None:
+        token = strange_token(trajectory)
+        if token is not None:
+            what = (
+                f"{trajectory.trajectory}: token {token} is not one of version {trajectory.version}"
+            )
             self._wrong("C1", what)
-        start = self._starts.get((incarnation, f"{one.trajectory}/{one.meta.attempt}"))
+        start = self._starts.get(
+            (incarnation, f"{trajectory.trajectory}/{trajectory.meta.attempt}")
+        )
         if start is None:
             return
-        who, answers = one.trajectory, list(answers_of(one))
-        found, told = Counter(answers), Counter(start.told)
-        for odd, what in ((found - told, "more than"), (told - found, "less than")):
+        who, answers = trajectory.trajectory, list(answers_of(trajectory))
+        logged, served = Counter(answers), Counter(start.answered)
+        for odd, what in ((logged - served, "more than"), (served - logged, "less than")):
             if odd:
                 self._wrong("calls", f"{who} has {odd.total()} answers {what} its agent has heard")
-        tokens, sampled = sum(len(said) for _, said in start.told), sum(one.loss_mask)
+        tokens, sampled = (
+            sum(len(sampled_ids) for _, sampled_ids in start.answered),
+            sum(trajectory.loss_mask),
+        )
         if tokens != sampled:
             self._wrong("calls", f"{who} has {sampled} sampled tokens, its agent heard {tokens}")
         length = length_of(answers)
-        if one.length != length:
-            self._wrong("contexts", f"{who} has {one.length} tokens where {length} are enough")
+        if trajectory.length != length:
+            self._wrong(
+                "contexts", f"{who} has {trajectory.length} tokens where {length} are enough"
+            )
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[Answered]:
@@ -152,17 +161,17 @@ def length_of(answers: Sequence[Answered]) -> int:
     contexts: list[tuple[int, ...]] = []
     length = 0
     for prompt, tokens in answers:
-        equal = [_common(prompt, one) for one in contexts]
-        whole = [at for at, one in enumerate(contexts) if equal[at] == len(one)]
-        at = max(whole, key=lambda one: equal[one]) if whole else len(contexts)
-        shared = equal[at] if whole else max(equal, default=0)
-        contexts[at : at + 1] = [(*prompt, *tokens)]
+        equal = [_common(prompt, context) for context in contexts]
+        complete = [index for index, context in enumerate(contexts) if equal[index] == len(context)]
+        index = max(complete, key=lambda index: equal[index]) if complete else len(contexts)
+        shared = equal[index] if complete else max(equal, default=0)
+        contexts[index : index + 1] = [(*prompt, *tokens)]
         length += len(prompt) - shared + len(tokens)
     return length
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
+def _common(first: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(first, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -174,13 +183,13 @@ def strange_place(
 ) -> int | None:
     """Return the first token, by index, that these weights do not sample there; else None."""
     base = mix64(int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") ^ seed)
-    for place, (token, found) in enumerate(zip(tokens, logprobs, strict=True)):
-        drawn = mix64(base ^ (start + place))
+    for index, (token, actual) in enumerate(zip(tokens, logprobs, strict=True)):
+        drawn = mix64(base ^ (start + index))
         right = drawn % (VOCABULARY - 1)
         right += right >= END_TOKEN
         logprob = -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
-        if token not in (right, END_TOKEN) or found is None or abs(found - logprob) > TOLERANCE:
-            return place
+        if token not in (right, END_TOKEN) or actual is None or abs(actual - logprob) > TOLERANCE:
+            return index
     return None
 
 
@@ -193,12 +202,12 @@ def strange_token(trajectory: Trajectory) -> int | None:
     ]
     if not stretches:
         stretches = [
-            (one.start, one.end, meta.seed, one.start)
-            for one in trajectory.segments
-            if one.kind == "model"
+            (segment.start, segment.end, meta.seed, segment.start)
+            for segment in trajectory.segments
+            if segment.kind == "model"
         ]
     for start, end, seed, before in stretches:
-        place = strange_place(digest, seed, before, tokens[start:end], logprobs[start:end])
-        if place is not None:
-            return start + place
+        token = strange_place(digest, seed, before, tokens[start:end], logprobs[start:end])
+        if token is not None:
+            return start + token
     return None

@@ -158,13 +158,13 @@ class LiveLedger(Ledger):
 
     def needed(self) -> dict[int, str]:
         """Return needed versions, and by whom."""
-        found = {0: "version 0", self.version: "the newest version"}
-        found |= {one.spec.version: name for name, one in self.accounts.open.items()}
+        versions = {0: "version 0", self.version: "the newest version"}
+        versions |= {group.spec.version: name for name, group in self.accounts.open.items()}
         for incarnation, worker in self._there():
             here = {worker.target, self._workers[incarnation].loaded, *worker.held}
-            found |= dict.fromkeys(here, worker.joined.worker)
-        found.pop(-1, None)
-        return found
+            versions |= dict.fromkeys(here, worker.joined.worker)
+        versions.pop(-1, None)
+        return versions
 
     @property
     def _in_force(self) -> EffectiveConfig:
@@ -173,10 +173,14 @@ class LiveLedger(Ledger):
         return in_force
 
     def _there(self) -> Iterator[tuple[int, WorkerEntry]]:
-        return ((at, one) for at, one in self.accounts.workers.items() if not one.departure)
+        return (
+            (incarnation, worker)
+            for incarnation, worker in self.accounts.workers.items()
+            if not worker.departure
+        )
 
     def _open_requests(self) -> Iterator[tuple[str, RequestEntry]]:
-        return (pair for one in self.accounts.open.values() for pair in one.requests.items())
+        return (pair for group in self.accounts.open.values() for pair in group.requests.items())
 
     def _runs(self, entry: RequestEntry) -> bool:
         return entry.runs and not self._requests[entry.trajectory].cancelled
@@ -208,18 +212,18 @@ class LiveLedger(Ledger):
 
     def states(self) -> Counter[str]:
         """Return counts of outcomes and staleness."""
-        accounts, sums, found = self.accounts, self.accounts.summed(), Counter[str]()
+        accounts, sums, counts = self.accounts, self.accounts.summed(), Counter[str]()
         for name, count in self.counted.items():
-            found[f"fact {name}"] += count
+            counts[f"fact {name}"] += count
         for logged in accounts.logged.values():
-            found[f"fact {logged.standing}"] += 1
+            counts[f"fact {logged.standing}"] += 1
         for outcome, count in sums.groups.items():
-            found[f"group {outcome}"] += count
+            counts[f"group {outcome}"] += count
         for worker in accounts.workers.values():
-            found[f"worker {worker.departure or 'there'}"] += 1
+            counts[f"worker {worker.departure or 'there'}"] += 1
         for staleness, count in sums.staleness.items():
-            found[f"staleness {staleness}"] += count
-        return found
+            counts[f"staleness {staleness}"] += count
+        return counts
 
     def apply(self, turn: FoldedRound) -> None:
         """Apply one round, then check bound and batches."""
@@ -231,24 +235,27 @@ class LiveLedger(Ledger):
             why = why_infeasible(bound.deadlines, bound.step, per_step)
             self._require("feasible", not why, why)
 
-    def round(self, round_: Round, at: Moment) -> None:
+    def round(self, round_: Round, moment: Moment) -> None:
         """Note observations, then apply the decisions."""
-        for one in round_.observations:
-            if isinstance(one, LeaseExpired):
-                self._workers[one.incarnation].silent = True
-            elif isinstance(one, Progressed):
-                self._note_progress(one.trajectory, one.resume)
-            elif isinstance(one, OffEngine):
-                notes, here = self._workers[one.incarnation], len(self.placed_on(one.incarnation))
-                notes.off_engine, notes.came = min(one.requests, here), here
-        super().round(round_, at)
+        for observation in round_.observations:
+            if isinstance(observation, LeaseExpired):
+                self._workers[observation.incarnation].silent = True
+            elif isinstance(observation, Progressed):
+                self._note_progress(observation.trajectory, observation.resume)
+            elif isinstance(observation, OffEngine):
+                notes, here = (
+                    self._workers[observation.incarnation],
+                    len(self.placed_on(observation.incarnation)),
+                )
+                notes.off_engine, notes.came = min(observation.requests, here), here
+        super().round(round_, moment)
 
     def _note_progress(self, trajectory: str, resume: Resume) -> None:
         notes = self._requests[trajectory]
         if notes.resume is None or resume.tokens > notes.resume.tokens:
             notes.resume = resume
 
-    def fact(self, fact: Fact, at: Moment) -> None:
+    def fact(self, fact: Fact, moment: Moment) -> None:
         """Apply a record and note additional facts."""
         match record := fact.record:
             case WorkerLeft():
@@ -261,16 +268,18 @@ class LiveLedger(Ledger):
             case RequestFailed():
                 self.counted["failed"] += self._present(record) is not None
             case TrajectoriesLogged():
-                for one in record.facts():
-                    group = self.accounts.open.get(group_of(one.trajectory))
-                    holds = group is None or one.version == group.spec.version
-                    self._require("C1", holds, f"{one.trajectory} is of version {one.version}")
+                for logged in record.facts():
+                    group = self.accounts.open.get(group_of(logged.trajectory))
+                    holds = group is None or logged.version == group.spec.version
+                    self._require(
+                        "C1", holds, f"{logged.trajectory} is of version {logged.version}"
+                    )
             case BatchRefused():
                 if self.legality.bound.training == (record.step, record.attempt):
-                    self._failed.update(one.group for one in record.offenders)
+                    self._failed.update(offender.group for offender in record.offenders)
             case Command():
                 self._command(record)
-        super().fact(fact, at)
+        super().fact(fact, moment)
         if isinstance(record, WorkerReady):
             worker = self.accounts.workers.get(record.incarnation)
             if worker is not None and not worker.departure and record.version == worker.target:
@@ -296,9 +305,9 @@ class LiveLedger(Ledger):
         elif command.verb == "stop":
             self._stopped_now |= bool(command.args.get("now", False))
         elif ended := self.legality.ended_by(command):
-            self._failed.update(one.group for one in self.takes[ended].take.groups)
+            self._failed.update(group.group for group in self.takes[ended].take.groups)
 
-    def decision(self, decision: AnyDecision, at: Moment) -> None:
+    def decision(self, decision: AnyDecision, moment: Moment) -> None:
         """Run additional checks, then apply."""
         match decision:
             case Dispatch():
@@ -323,7 +332,7 @@ class LiveLedger(Ledger):
                 silent = self._workers[decision.incarnation].silent
                 what = f"{decision.worker} is fenced without an observed silence"
                 self._require("lease", silent, what)
-        super().decision(decision, at)
+        super().decision(decision, moment)
 
     def _dispatch(self, decision: Dispatch) -> None:
         who = decision.spec.group
@@ -353,7 +362,7 @@ class LiveLedger(Ledger):
     def _take(self, batch: TakeBatch) -> None:
         for taken in batch.groups:
             group = self.accounts.open.get(taken.group)
-            counts = () if group is None else tuple(one.taken for one in group.results)
+            counts = () if group is None else tuple(result.taken for result in group.results)
             what = f"batch {batch.step}/{batch.attempt} has other records of {taken.group}"
             self._require("binding", taken.trajectories == counts, what)
 
@@ -366,8 +375,10 @@ class LiveLedger(Ledger):
         self._require("outcome", not running, f"{name} ends while {running[:1]} is placed")
         due = self._due_outcome(group)
         if decision.outcome == "cancelled" and not due:
-            left = (in_force.steps - bound.step) * in_force.config.rollout.prompts_per_step
-            redundant = bound.size > left if group.spec.purpose == "train" else self._stopped_now
+            remaining = (in_force.steps - bound.step) * in_force.config.rollout.prompts_per_step
+            redundant = (
+                bound.size > remaining if group.spec.purpose == "train" else self._stopped_now
+            )
             self._require(
                 "outcome", redundant, f"{name} is cancelled, although a step is left for it"
             )
@@ -402,8 +413,8 @@ class LiveLedger(Ledger):
         )
         self._require("placement", self._has(incarnation, worker, spec.version), what)
         self._fits(decision, worker, who)
-        for one in decision.requests():
-            self._place_one(one)
+        for request in decision.requests():
+            self._place_one(request)
 
     def _fits(self, decision: Schedule, worker: WorkerEntry, who: str) -> None:
         """Check that requests have a slot or prefetch room, and that off-engine requests are
@@ -411,20 +422,22 @@ class LiveLedger(Ledger):
         notes, here = self._workers[decision.incarnation], len(self.placed_on(decision.incarnation))
         many, size = here + len(decision.samples), worker.joined.slots + worker.joined.prefetch
         off_engine = max(0, notes.off_engine - (notes.came - here))
-        entries = (self.accounts.request(one.trajectory) for one in decision.requests())
+        entries = (self.accounts.request(request.trajectory) for request in decision.requests())
         # Reserved slots remain reserved even if other requests need a slot again.
-        kept = notes.came > 0 and all(one is not None and one.moving for one in entries)
+        kept = notes.came > 0 and all(entry is not None and entry.moving for entry in entries)
         fits = many <= min(size + off_engine, OPEN_TIMES * size)
         self._require("placement", fits or kept, f"{who}, which has {many} then: too many")
         notes.came += len(decision.samples)
 
-    def _place_one(self, one: ScheduledRequest) -> None:
-        who, notes = one.trajectory, self._requests[one.trajectory]
-        tokens = 0 if one.resume is None else one.resume.tokens
-        known = max(0 if notes.resume is None else notes.resume.tokens, notes.known_tokens)
-        newest = one.resume == notes.resume and tokens >= known
-        self._require("progress", newest, f"{who} continues from {tokens} tokens of {known} known")
-        self._require("move", one.kv == notes.kv, f"{who} gets another KV cache than it left")
+    def _place_one(self, request: ScheduledRequest) -> None:
+        who, notes = request.trajectory, self._requests[request.trajectory]
+        tokens = 0 if request.resume is None else request.resume.tokens
+        known_tokens = max(0 if notes.resume is None else notes.resume.tokens, notes.known_tokens)
+        newest = request.resume == notes.resume and tokens >= known_tokens
+        self._require(
+            "progress", newest, f"{who} continues from {tokens} tokens of {known_tokens} known"
+        )
+        self._require("move", request.kv == notes.kv, f"{who} gets another KV cache than it left")
         notes.kv = None
 
     def _move(self, decision: Migrate) -> None:
@@ -456,6 +469,6 @@ class LiveLedger(Ledger):
         what = f"{who}, but it has {len(placed)} requests, target {worker.target}"
         free = worker.several or not placed or decision.version == NO_VERSION
         self._require("assign", free and worker.target == notes.loaded, what)
-        used = {self.accounts.open[group_of(one)].spec.version for one in placed}
+        used = {self.accounts.open[group_of(trajectory)].spec.version for trajectory in placed}
         what = f"{who} and drops {decision.drop}, {sorted(used)} are in use"
         self._require("assign", used.isdisjoint(decision.drop), what)

@@ -333,17 +333,17 @@ def _depart(injector: FaultInjector, role: Role) -> None:
 
 
 def _task_process_dies(injector: FaultInjector, role: Role) -> bool:
-    ports = [one for one in role.ports if isinstance(one, TimedTaskPort)]
-    if not any([one.lose("its process ended") for one in ports]):
+    ports = [port for port in role.ports if isinstance(port, TimedTaskPort)]
+    if not any([port.lose("its process ended") for port in ports]):
         return False
     injector.world.wake(role)
     return True
 
 
 def _endpoint_dies(injector: FaultInjector, role: Role) -> bool:
-    ports = [one for one in role.ports if isinstance(one, Agents)]
-    for one in ports:
-        one.lose_endpoint("the endpoint's process ended with status -9")
+    ports = [port for port in role.ports if isinstance(port, Agents)]
+    for port in ports:
+        port.lose_endpoint("the endpoint's process ended with status -9")
     injector.world.wake(role)
     return bool(ports)
 

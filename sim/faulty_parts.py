@@ -70,7 +70,7 @@ class FaultyParts(PlainParts):
         scenario = self.injector.scenario
         if scenario.replayable:
             return True
-        return not scenario.episodes or all(one.has_agent for one in scenario.config.tasks)
+        return not scenario.episodes or all(task.has_agent for task in scenario.config.tasks)
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """Return a policy with small changes, for deltas."""
@@ -82,7 +82,7 @@ class FaultyParts(PlainParts):
     def agents(self, site: Site) -> Agents | None:
         """Return agents that may fail."""
         scenario, injector = self.injector.scenario, self.injector
-        if not any(one.has_agent for one in scenario.config.tasks):
+        if not any(task.has_agent for task in scenario.config.tasks):
             return None
         think_ns = self.delays.task_ns + self.delays.slow_ns
         return Agents(
@@ -166,10 +166,10 @@ class _FaultyTasks:
         return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
 
     def _say(self, call: EnvStep) -> TaskEvent:
-        told = self._told[call.request]
-        told.append(call.turn.text)
+        texts = self._told[call.request]
+        texts.append(call.turn.text)
         name = episode_of(call.request)
-        chance = Random(f"environment {self._injector.scenario.seed} {name} {told}")
+        chance = Random(f"environment {self._injector.scenario.seed} {name} {texts}")
         text = " ".join(str(chance.randrange(3, 96)) for _ in range(chance.randint(1, 3)))
         return observed_of(call, done=chance.randrange(TURNS_MEAN) == 0, text=text)
 

@@ -148,54 +148,54 @@ class InvariantMonitor:
         except SchemaError:
             return None
 
-    def _is_known(self, topic: str, found: Any) -> bool:
-        if found is None or isinstance(found, Unknown):
-            self.kinds[f"{topic} {'unreadable' if found is None else 'unknown'}"] += 1
+    def _is_known(self, topic: str, value: Any) -> bool:
+        if value is None or isinstance(value, Unknown):
+            self.kinds[f"{topic} {'unreadable' if value is None else 'unknown'}"] += 1
             return False
-        self.kinds[f"{topic} {type(found).__struct_config__.tag}"] += 1
+        self.kinds[f"{topic} {type(value).__struct_config__.tag}"] += 1
         return True
 
     def _said(self, record: Record) -> None:
-        found = self._decoded(record)
-        if not self._is_known("control", found):
+        fact = self._decoded(record)
+        if not self._is_known("control", fact):
             return
-        if isinstance(found, RoleStarted):
-            if self._newest[found.role] != found.incarnation:
-                what = f"{found.role} takes incarnation {found.incarnation}"
-                self.wrong("incarnations", f"{what}, {self._newest[found.role]} comes next")
-            self._newest[found.role] += 1
-        if isinstance(found, RequestFailed) and found.error == REPLAY_DIFFERS:
-            self.wrong("replay", f"{found.trajectory}: {found.message}")
-        worker = getattr(found, "worker", None)
+        if isinstance(fact, RoleStarted):
+            if self._newest[fact.role] != fact.incarnation:
+                what = f"{fact.role} takes incarnation {fact.incarnation}"
+                self.wrong("incarnations", f"{what}, {self._newest[fact.role]} comes next")
+            self._newest[fact.role] += 1
+        if isinstance(fact, RequestFailed) and fact.error == REPLAY_DIFFERS:
+            self.wrong("replay", f"{fact.trajectory}: {fact.message}")
+        worker = getattr(fact, "worker", None)
         if worker is None:
             return
-        incarnation = record.offset if isinstance(found, WorkerJoined) else found.incarnation
-        said = self._said_by.setdefault((worker, incarnation), set())
-        if (worker, incarnation) in self._left and record.value not in said:
+        incarnation = record.offset if isinstance(fact, WorkerJoined) else fact.incarnation
+        earlier = self._said_by.setdefault((worker, incarnation), set())
+        if (worker, incarnation) in self._left and record.value not in earlier:
             self.wrong(
                 "retired",
-                f"{worker} of incarnation {incarnation} speaks after it left: {found!r:.80}",
+                f"{worker} of incarnation {incarnation} speaks after it left: {fact!r:.80}",
             )
-        said.add(record.value)
-        if isinstance(found, WorkerLeft):
+        earlier.add(record.value)
+        if isinstance(fact, WorkerLeft):
             self._left.add((worker, incarnation))
 
     def _status(self, record: Record) -> None:
-        found = self._decoded(record)
-        if self._is_known("metrics", found):
-            name = getattr(found, "worker", "") or _SPEAKERS[type(found)]
-            self.waits[name] = found.waits_for
-            if isinstance(found, TrainerStatus):
-                self.kinds[f"trainer {found.phase.partition(' ')[0]}"] += 1
+        status = self._decoded(record)
+        if self._is_known("metrics", status):
+            name = getattr(status, "worker", "") or _SPEAKERS[type(status)]
+            self.waits[name] = status.waits_for
+            if isinstance(status, TrainerStatus):
+                self.kinds[f"trainer {status.phase.partition(' ')[0]}"] += 1
 
     def _on_round(self, record: Record) -> None:
         round_, moves = decode_round(record.value), list[Migrate]()
         facts = self._facts(round_)
         self._links(round_, facts)
-        for one in round_.observations:
-            self.kinds[f"observed {type(one).__struct_config__.tag}"] += 1
-            if isinstance(one, LeaseExpired):
-                self._lease(one)
+        for observation in round_.observations:
+            self.kinds[f"observed {type(observation).__struct_config__.tag}"] += 1
+            if isinstance(observation, LeaseExpired):
+                self._lease(observation)
         for decision in round_.decisions:
             self.kinds[f"decided {type(decision).__struct_config__.tag}"] += 1
             if isinstance(decision, Dispatch):
@@ -226,9 +226,11 @@ class InvariantMonitor:
     def _facts(self, round_: Round) -> tuple[Fact, ...]:
         facts: list[Fact] = []
         while self._control and self._control[0].offset < round_.control_next:
-            one = self._control.popleft()
-            found = self._decoded(one)
-            facts.append(Fact(offset=one.offset, key=one.key, value=one.value, record=found))
+            stored = self._control.popleft()
+            decoded = self._decoded(stored)
+            facts.append(
+                Fact(offset=stored.offset, key=stored.key, value=stored.value, record=decoded)
+            )
         return tuple(facts)
 
     def _links(self, round_: Round, facts: Sequence[Fact]) -> None:
@@ -248,7 +250,7 @@ class InvariantMonitor:
         ):
             self.wrong("rounds", f"{who} decreases")
         chain = GENESIS_CHAIN if last is None else last.chain
-        folded = b"".join(fold_bytes(one.offset, one.value) for one in facts)
+        folded = b"".join(fold_bytes(fact.offset, fact.value) for fact in facts)
         if chain_of(chain, folded, round_) != round_.chain:
             self.wrong("rounds", f"{who}: the chain is broken")
 
@@ -256,39 +258,46 @@ class InvariantMonitor:
         if heard.last_ns is not None and now.mono_ns - heard.last_ns <= self._gap_ns:
             heard.listened_ns += now.mono_ns - heard.last_ns
         heard.last_ns = now.mono_ns
-        for one in inputs:
-            if isinstance(one, CaughtUp):
+        for event in inputs:
+            if isinstance(event, CaughtUp):
                 heard.since_ns = heard.listened_ns
-            elif isinstance(one, Record):
-                self._hears(heard, one)
+            elif isinstance(event, Record):
+                self._hears(heard, event)
 
     def _hears(self, heard: _Heard, record: Record) -> None:
-        found = self._decoded(record)
-        worker = getattr(found, "worker", None)
+        fact = self._decoded(record)
+        worker = getattr(fact, "worker", None)
         if worker is None:
             return
-        one = (worker, record.offset if isinstance(found, WorkerJoined) else found.incarnation)
-        heard.of[one] = heard.listened_ns
-        if isinstance(found, WorkerStatus):
-            heard.said[one] = merged(heard.said.get(one), found)
+        key = (worker, record.offset if isinstance(fact, WorkerJoined) else fact.incarnation)
+        heard.of[key] = heard.listened_ns
+        if isinstance(fact, WorkerStatus):
+            heard.said[key] = merged(heard.said.get(key), fact)
 
     def decides(self, heard: _Heard, outputs: Outputs) -> None:
         """Judge silence by what the orchestrator had read when it decided."""
-        for one in outputs.publish:
-            if one.record.topic == self._topics.decisions and _LEASE in one.record.value:
-                for observed in decode_round(one.record.value).observations:
+        for publication in outputs.publish:
+            if (
+                publication.record.topic == self._topics.decisions
+                and _LEASE in publication.record.value
+            ):
+                for observed in decode_round(publication.record.value).observations:
                     if isinstance(observed, LeaseExpired):
-                        at = (observed.worker, observed.incarnation)
-                        since_ns = max(heard.of.get(at, 0), heard.since_ns)
-                        heard.silent_ns[at] = heard.listened_ns - since_ns
-                        if (said := heard.said.get(at)) is not None:
-                            known = said.progress.items()
-                            heard.progress[at] = {name: resume.tokens for name, resume in known}
+                        key = (observed.worker, observed.incarnation)
+                        since_ns = max(heard.of.get(key, 0), heard.since_ns)
+                        heard.silent_ns[key] = heard.listened_ns - since_ns
+                        if (status := heard.said.get(key)) is not None:
+                            progress = status.progress.items()
+                            heard.progress[key] = {name: resume.tokens for name, resume in progress}
 
     def digests(self, outputs: Outputs, state: State) -> None:
         """Compare the digest with one from scratch."""
         topic = self._topics.decisions
-        rounds = [one.record.value for one in outputs.publish if one.record.topic == topic]
+        rounds = [
+            publication.record.value
+            for publication in outputs.publish
+            if publication.record.topic == topic
+        ]
         if rounds and _DIGEST in rounds[-1]:
             round_ = decode_round(rounds[-1])
             if round_.state_digest != digest_of(state):
@@ -297,28 +306,30 @@ class InvariantMonitor:
     def says(self, outputs: Outputs, idle: Mapping[str, int], now_ns: int) -> bool:
         """Check the reported average of requests without a slot, except those just released;
         return whether the worker has sampled a token."""
-        records = (one.record for one in outputs.publish)
-        found = [self._decoded(one) for one in records if one.topic == self._topics.metrics]
-        given_up = {one.request for one in outputs.effects if isinstance(one, Forget)}
+        records = (publication.record for publication in outputs.publish)
+        statuses = [
+            self._decoded(record) for record in records if record.topic == self._topics.metrics
+        ]
+        given_up = {effect.request for effect in outputs.effects if isinstance(effect, Forget)}
         spans = [now_ns - since for name, since in idle.items() if name not in given_up]
         least = int(sum(-math.expm1(-span / AVERAGED_NS) for span in spans) + ROUNDED)
-        for one in found:
-            if one.tokens_total and one.off_engine < least:
-                what = f"{one.off_engine} requests need no slot, the agents of {least} think"
-                self.wrong("waiting", f"{one.worker} says that {what}")
-        return any(one.tokens_total for one in found)
+        for status in statuses:
+            if status.tokens_total and status.off_engine < least:
+                what = f"{status.off_engine} requests need no slot, the agents of {least} think"
+                self.wrong("waiting", f"{status.worker} says that {what}")
+        return any(status.tokens_total for status in statuses)
 
-    def _lease(self, one: LeaseExpired) -> None:
-        silent_ns = self._heard.silent_ns.get((one.worker, one.incarnation), 0)
+    def _lease(self, expired: LeaseExpired) -> None:
+        silent_ns = self._heard.silent_ns.get((expired.worker, expired.incarnation), 0)
         if silent_ns < self._lease_ns - LEASE_SLACK_NS:
-            what = f"the lease of {one.worker} ends after {silent_ns / 1e9:.3f} s of silence"
+            what = f"the lease of {expired.worker} ends after {silent_ns / 1e9:.3f} s of silence"
             self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
 
     def _expect_progress(self, fence: Fence) -> None:
         """Check that reported progress is kept."""
-        known = self._heard.progress.get((fence.worker, fence.incarnation), {})
-        for name in known.keys() & set(self.ledger.placed_on(fence.incarnation)):
-            self.ledger.known(name, known[name])
+        known_tokens = self._heard.progress.get((fence.worker, fence.incarnation), {})
+        for name in known_tokens.keys() & set(self.ledger.placed_on(fence.incarnation)):
+            self.ledger.known(name, known_tokens[name])
 
 
 class _Heard:
@@ -382,7 +393,7 @@ class _ObservedWorker(_Observed):
         outputs = super().react(inputs, now)
         now_ns = now.mono_ns
         since_ns = min(now_ns, self._since_ns)
-        idle = {name: max(one, since_ns) for name, one in self._agents.idle().items()}
+        idle = {name: max(idle_ns, since_ns) for name, idle_ns in self._agents.idle().items()}
         if self._monitor.says(outputs, idle, now_ns):
             self._since_ns = since_ns
         return outputs

@@ -60,10 +60,10 @@ class Machines:
     def lose(self, worker: str, chance: Random) -> bool:
         """Delete copies; report whether there were any."""
         folders = ("deltas", "weights") if worker in self._of else (MADE,)
-        gone = [path for path in self._files(worker, folders) if chance.random() < LOST_SHARE]
-        for path in gone:
+        lost = [path for path in self._files(worker, folders) if chance.random() < LOST_SHARE]
+        for path in lost:
             path.unlink()
-        return bool(gone)
+        return bool(lost)
 
     def damage(self, worker: str, chance: Random) -> bool:
         """Flip a bit of a copy on a worker's machine, and delete versions rebuilt from deltas if
@@ -76,14 +76,14 @@ class Machines:
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
         if path.parent.name == "deltas":
-            for made in self._files(worker, ("weights",)):
-                made.unlink()
+            for file in self._files(worker, ("weights",)):
+                file.unlink()
         return True
 
     def _files(self, worker: str, folders: tuple[str, ...]) -> list[Path]:
         root = self._of.get(worker, self._store).root
-        found = (path for folder in folders for path in (root / folder).glob("*"))
-        return sorted(path for path in found if path.suffix != SUFFIX)
+        paths = (path for folder in folders for path in (root / folder).glob("*"))
+        return sorted(path for path in paths if path.suffix != SUFFIX)
 
     def _made_of(self, digest: str) -> str:
         """Return the previous version; unique, since weights are a hash of their past."""

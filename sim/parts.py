@@ -192,7 +192,7 @@ class SimTasks:
 
     def _forget(self, request: str) -> None:
         self._episodes.pop(request, None)
-        self._lost = [one for one in self._lost if one.request != request]
+        self._lost = [entry for entry in self._lost if entry.request != request]
         if self._agents is not None:
             self._agents.forget(request)
         if self._calls.pop(request, None) is not None:
@@ -341,10 +341,10 @@ def reward_of(call: RewardCall) -> Rewarded:
 
 def group_rewards_of(call: GroupCall) -> GroupRewarded:
     """Return rewards by rank of the text."""
-    texts = sorted(one.text for one in call.completions)
-    rewards = tuple(texts.index(one.text) / len(texts) for one in call.completions)
+    texts = sorted(completion.text for completion in call.completions)
+    rewards = tuple(texts.index(completion.text) / len(texts) for completion in call.completions)
     return GroupRewarded(
-        request=call.request, rewards=rewards, parts=tuple({"place": one} for one in rewards)
+        request=call.request, rewards=rewards, parts=tuple({"place": reward} for reward in rewards)
     )
 
 
@@ -443,7 +443,9 @@ class PlainParts:
             clock=site.clock,
             meter=site.meter,
         )
-        work = InlinePort(handlers, tuple(one for one in EFFECTS if one is not PublishPolicy))
+        work = InlinePort(
+            handlers, tuple(effect for effect in EFFECTS if effect is not PublishPolicy)
+        )
         return TrainerParts(ports=self._in_two(site, handlers, work), cached=work.cached)
 
     def _in_two(self, site: Site, handlers: EffectHandlers, work: InlinePort) -> list[SimPort]:

@@ -94,7 +94,9 @@ def run_started(
     policy, assets_digest = parts.policy(store, folder)
     plain = msgspec.to_builtins(with_keep_every(config, policy))
     data = parts.data(config) or data_of(config)
-    train, evaluated = (data.get(one) or plain_data(config, one) for one in ("train", "eval"))
+    train, evaluated = (
+        data.get(purpose) or plain_data(config, purpose) for purpose in ("train", "eval")
+    )
     return RunStarted(
         at_ns=clock.wall_ns(),
         run=config.run.name,
@@ -105,12 +107,12 @@ def run_started(
         dataset_rows=train.rows,
         eval_digest=evaluated.digest,
         eval_rows=evaluated.rows,
-        datasets={name: one for name, one in data.items() if "/" in name},
+        datasets={name: dataset for name, dataset in data.items() if "/" in name},
         scored_together=tuple(
             source
-            for one in pool_specs(config)
-            if any(use.group for use in one.task.rewards)
-            for source in one.sources
+            for spec in pool_specs(config)
+            if any(use.group for use in spec.task.rewards)
+            for source in spec.sources
         ),
         seed=config.run.seed,
         policy=policy,
@@ -124,20 +126,20 @@ def plain_data(config: Config, purpose: str) -> DataSet:
     """Return the rows of an unnamed source."""
     if purpose == "eval":
         return DataSet(digest=EVAL_DATASET, rows=EVAL_ROWS)
-    few = any(has_curriculum(one) for one in config.tasks)
+    few = any(has_curriculum(task) for task in config.tasks)
     return DataSet(digest=DATASET, rows=FEW_ROWS if few else ROWS)
 
 
 def data_of(config: Config) -> dict[str, DataSet]:
     """Return rows by source; named ones differ."""
-    found: dict[str, DataSet] = {}
+    sets: dict[str, DataSet] = {}
     for source in turns_by_source(config):
         purpose, _, name = source.partition("/")
-        one = plain_data(config, purpose)
+        dataset = plain_data(config, purpose)
         if name:
-            one = DataSet(digest=sha256_hex(source.encode()), rows=one.rows + len(found) + 1)
-        found[source] = one
-    return found
+            dataset = DataSet(digest=sha256_hex(source.encode()), rows=dataset.rows + len(sets) + 1)
+        sets[source] = dataset
+    return sets
 
 
 def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
@@ -181,20 +183,20 @@ def _trainer(site: Site, parts: Parts) -> Started:
         package="0",
     )
     writer.append([Append(topic=control, key=KEY, value=encode(started))])
-    made = parts.trainer(site, history)
+    trainer_parts = parts.trainer(site, history)
     setup = trainer_setup(
         site.config, site.run_started, topics=site.topics, incarnation=started.incarnation
     )
-    machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=made.cached)
-    return Started(machine=machine, writer=writer, ports=made.ports)
+    machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=trainer_parts.cached)
+    return Started(machine=machine, writer=writer, ports=trainer_parts.ports)
 
 
 def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
-    made = parts.worker(site, plan)
+    worker_parts = parts.worker(site, plan)
     writer = site.bus.writer()
     decisions = TopicPartition(site.topics.decisions, 0)
     decisions_from = retry_bus("joining", lambda: site.bus.end(decisions), site.clock)
-    joined = encode(_joined(site, plan, made))
+    joined = encode(_joined(site, plan, worker_parts))
     append = Append(topic=site.topics.control, key=plan.name.encode(), value=joined)
     incarnation = writer.append([append])[0]
     data = parts.data(site.config) or data_of(site.config)
@@ -208,22 +210,26 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
             prefetch=plan.prefetch,
             context_tokens=plan.context_tokens,
             decisions_from=decisions_from,
-            digests={source: one.digest for source, one in data.items()},
-            params=params_by_source(site.config, made.stop_ids, {}),
-            max_resident_versions=made.engine.max_resident_versions,
+            digests={source: dataset.digest for source, dataset in data.items()},
+            params=params_by_source(site.config, worker_parts.stop_ids, {}),
+            max_resident_versions=worker_parts.engine.max_resident_versions,
         ),
         cost=site.meter.cost,
-        kv_used=lambda: made.engine.kv_used_tokens,
-        prompt_tokens=lambda: made.engine.prompt_tokens,
-        failing=made.failing,
+        kv_used=lambda: worker_parts.engine.kv_used_tokens,
+        prompt_tokens=lambda: worker_parts.engine.prompt_tokens,
+        failing=worker_parts.failing,
     )
     return Started(
-        machine=machine, writer=writer, exclusive=False, ports=made.ports, incarnation=incarnation
+        machine=machine,
+        writer=writer,
+        exclusive=False,
+        ports=worker_parts.ports,
+        incarnation=incarnation,
     )
 
 
-def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
-    engine = made.engine
+def _joined(site: Site, plan: WorkerPlan, parts: WorkerParts) -> WorkerJoined:
+    engine = parts.engine
     return WorkerJoined(
         at_ns=site.clock.wall_ns(),
         worker=plan.name,
@@ -237,7 +243,7 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
-        declares=capabilities(engine, moves=made.single_turn),
+        declares=capabilities(engine, moves=parts.single_turn),
         assets_digest=site.run_started.assets_digest,
         reward_digest="",
         package="0",

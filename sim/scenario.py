@@ -283,16 +283,18 @@ def _several(seed: int, config: Config) -> Config:
         return config
     change = msgspec.structs.replace
     ratios = [chance.choice((0.3, 1.0, 2.0, 5.0)) for _ in range(chance.randint(2, 4))]
-    tasks = [change(config.task, name=f"t{at}", ratio=ratio) for at, ratio in enumerate(ratios)]
+    tasks = [
+        change(config.task, name=f"t{index}", ratio=ratio) for index, ratio in enumerate(ratios)
+    ]
     evaluations = [
         change(
             config.evaluation,
-            name=f"e{place}",
+            name=f"e{index}",
             task=chance.choice(tasks).name,
             every=chance.choice((0, 2, 3)),
             group_size=chance.randint(1, 3),
         )
-        for place in range(chance.randint(2, 3))
+        for index in range(chance.randint(2, 3))
     ]
     return change(
         config,
@@ -309,8 +311,8 @@ def _together(seed: int, config: Config) -> Config:
         return config
     reward = (RewardUse(use="sim:place", group=True),)
     first, *more = [
-        msgspec.structs.replace(one, reward=reward) if chance.random() < 0.75 else one
-        for one in config.tasks
+        msgspec.structs.replace(task, reward=reward) if chance.random() < 0.75 else task
+        for task in config.tasks
     ]
     return msgspec.structs.replace(config, task=first, more_tasks=tuple(more))
 
@@ -341,12 +343,14 @@ def _agents(scenario: Scenario) -> Scenario:
     chance = Random(f"dora-pipe sim agents {scenario.seed}")
     config, faults = scenario.config, dict(scenario.faults)
     again = scenario.episodes and _chance(scenario.seed, "replayable") is not None
-    some = chance.random() < SHARES["agents"]
-    kinds = (OF_EPISODES if scenario.episodes or some else ()) + (OF_AGENTS if some else ())
+    with_agents = chance.random() < SHARES["agents"]
+    kinds = (OF_EPISODES if scenario.episodes or with_agents else ()) + (
+        OF_AGENTS if with_agents else ()
+    )
     for name in kinds:
         if chance.random() < 0.5:
             faults[name] = chance.choice((0.3, 1.0))
-    if some:
+    if with_agents:
         config = _with_agents(chance, config)
     return replace(scenario, config=config, faults=faults, replayable=again)
 
@@ -355,10 +359,10 @@ def _with_agents(chance: Random, config: Config) -> Config:
     first, *more = [
         msgspec.structs.replace(
             task,
-            agent="sim:agent" if not place or chance.random() < 0.6 else "",
+            agent="sim:agent" if not index or chance.random() < 0.6 else "",
             max_turns=chance.choice((3, 64)),
         )
-        for place, task in enumerate(config.tasks)
+        for index, task in enumerate(config.tasks)
     ]
     if config.rollout.group_timeout_s is not None:
         longer_s = max(AGENTS_SECONDS, config.rollout.group_timeout_s)
@@ -393,8 +397,8 @@ def _colocated(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ..
         return plans
     every = chance.choice((1, 2))
     return tuple(
-        replace(plan, colocated=plan.versions == 1 and not place % every)
-        for place, plan in enumerate(plans)
+        replace(plan, colocated=plan.versions == 1 and not index % every)
+        for index, plan in enumerate(plans)
     )
 
 

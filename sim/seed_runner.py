@@ -235,18 +235,18 @@ class SeedRun:
         )
 
 
-def waiting(world: World, said: Mapping[str, str]) -> str:
+def waiting(world: World, waits: Mapping[str, str]) -> str:
     """Return living roles and their waits."""
     names = (ORCHESTRATOR, TRAINER, *world.plans)
     living = {role.name for role in world.roles.values()}
-    found = []
+    parts = []
     for name in names:
         if name in living:
-            words = said.get(name)
-            found.append(f"{name} waits for {words}" if words else f"{name} works")
+            words = waits.get(name)
+            parts.append(f"{name} waits for {words}" if words else f"{name} works")
         elif name in (ORCHESTRATOR, TRAINER):
-            found.append(f"there is no {name}")
-    return "; ".join(found)
+            parts.append(f"there is no {name}")
+    return "; ".join(parts)
 
 
 NOT_HERE: Final = frozenset(

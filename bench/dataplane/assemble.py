@@ -53,9 +53,9 @@ class _NotedReader(ReaderWrapper):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
-        self._notes += found
-        return found
+        records = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+        self._notes += records
+        return records
 
 
 class Assembler:
@@ -117,14 +117,14 @@ class Assembler:
         if not isinstance(fetched, BatchFetched) or fetched.offenders or len(events) > 1:
             raise InvariantBroken(f"a batch of the benchmark was rejected: {events[-1]}")
         self._count(effect, now_ns)
-        self.bytes += sum(len(one.value) for one in records)
+        self.bytes += sum(len(record.value) for record in records)
         self.own_s += time.thread_time() - start_s
 
     def _count(self, effect: FetchBatch, now_ns: int) -> None:
         self._step += 1
         for group in effect.decision.groups:
-            for one in group.trajectories:
-                self.batched_ns[number_of(one.trajectory)] = now_ns
+            for trajectory in group.trajectories:
+                self.batched_ns[number_of(trajectory.trajectory)] = now_ns
                 self.records += 1
 
 
@@ -186,8 +186,8 @@ def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:
         ),
         settings={},
     )
-    known = Known(run=run, next_step=step, digests=DIGESTS, partial_rollout=False, trained={})
-    return FetchBatch(decision=decision, known=known)
+    batch_state = Known(run=run, next_step=step, digests=DIGESTS, partial_rollout=False, trained={})
+    return FetchBatch(decision=decision, known=batch_state)
 
 
 def _nobody() -> Learner:

@@ -118,7 +118,7 @@ def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigur
         for _ in range(setup.repeats):
             for name, address in planes.items():
                 rounds[name].append(_round(setup, address, tokens))
-        figures += [plane_figure(name, tokens, found) for name, found in rounds.items()]
+        figures += [plane_figure(name, tokens, phases) for name, phases in rounds.items()]
     return figures
 
 
@@ -174,10 +174,10 @@ def rate(phase: Phase) -> float:
 
 def plane_figure(plane: str, tokens: int, rounds: Sequence[tuple[Phase, Phase]]) -> PlaneFigure:
     fulls = [full for full, _ in rounds]
-    rates = [rate(one) for one in fulls]
+    rates = [rate(full) for full in fulls]
     size = statistics.median(read.bytes / read.records for _, read in fulls)
     latencies = [latencies_ms(light) for _, light in rounds]
-    p50s = [percentile(one, 50) for one in latencies]
+    p50s = [percentile(latency, 50) for latency in latencies]
     return PlaneFigure(
         plane=plane,
         keeps=KEEPS[plane],
@@ -191,7 +191,7 @@ def plane_figure(plane: str, tokens: int, rounds: Sequence[tuple[Phase, Phase]])
         ),
         p50_ms=statistics.median(p50s),
         p50_spread=spread(p50s, digits=2),
-        p99_ms=statistics.median(percentile(one, 99) for one in latencies),
+        p99_ms=statistics.median(percentile(latency, 99) for latency in latencies),
     )
 
 

@@ -59,8 +59,10 @@ class Source:
                 version=version,
                 digest=digest,
                 segments=[
-                    msgspec.structs.replace(one, version=version) if one.kind == "model" else one
-                    for one in sample.segments
+                    msgspec.structs.replace(segment, version=version)
+                    if segment.kind == "model"
+                    else segment
+                    for segment in sample.segments
                 ],
                 meta=meta,
             )

@@ -104,17 +104,17 @@ def command(
 
     Exit code 5 unless it finds 9 of 10.
     """
-    with opened(run, root) as found, scratch() as folder:
+    with opened(run, root) as opened_run, scratch() as folder:
         figures = bench_bisect(
-            found,
+            opened_run,
             range(1, seeds + 1),
             folder,
             limits=Limits(draws=DRAWS),
-            told=say,
+            say=say,
             learning_rate=learning_rate,
         )
     emit_figures(figures, as_json=as_json)
-    missed = [one.seed for one in figures if not one.named]
+    missed = [figure.seed for figure in figures if not figure.named]
     if 10 * len(missed) > len(figures):
         raise InvariantBroken(f"{len(missed)} of {len(figures)} groups were not named: {missed}")
 
@@ -124,7 +124,7 @@ def plants(run: OpenRun, seed: int) -> Iterator[Plant]:
     steps = SourceRun.of(run).history.next_step
     with closing(run.tables()) as tables:
         rows = tables.query(GROUPS, [max(steps // 2, BEFORE), steps - AFTER])
-    mixed = [row for row in rows if MIXED[0] <= sum(one or 0.0 for one in row[3]) <= MIXED[1]]
+    mixed = [row for row in rows if MIXED[0] <= sum(value or 0.0 for value in row[3]) <= MIXED[1]]
     if not mixed:
         raise UsageError("no step of this run has a group that could be poisoned")
     chance = random.Random(seed)
@@ -162,25 +162,25 @@ def bench_bisect(
     folder: Path,
     *,
     limits: Limits,
-    told: Callable[[str], None],
+    say: Callable[[str], None],
     learning_rate: float = LEARNING_RATE,
 ) -> list[NamedPlant]:
     """Plant and search. Raises like `bisect`."""
     settings = {**SETTINGS, "trainer.learning_rate": learning_rate}
-    clock, found = SystemClock(), list[NamedPlant]()
+    clock, figures = SystemClock(), list[NamedPlant]()
     with opened_probe(run, "eval", None, CommandProgress()) as probe:
         for seed in seeds:
             began_ns, harmless = clock.now_ns(), 0
             for plant in plants(run, seed):
-                place = folder / f"{seed}-{harmless}"
-                fall, why = _look(run, plant, settings, place, probe, limits)
+                directory = folder / f"{seed}-{harmless}"
+                fall, why = _look(run, plant, settings, directory, probe, limits)
                 if why is not None:
                     break
                 harmless += 1
             seconds = (clock.now_ns() - began_ns) / 1e9
-            found.append(_named(seed, plant, fall, why, seconds, harmless))
-            told(f"seed {seed}: {found[-1].conclusion}")
-    return found
+            figures.append(_named(seed, plant, fall, why, seconds, harmless))
+            say(f"seed {seed}: {figures[-1].conclusion}")
+    return figures
 
 
 def _look(
@@ -237,6 +237,6 @@ def _named(
         steps=0 if why is None else why.steps,
         trials=0 if why is None else len(why.trials),
         seconds=seconds,
-        named=why is not None and [one.name for one in why.cause] == [plant.group],
+        named=why is not None and [suspect.name for suspect in why.cause] == [plant.group],
         conclusion="nothing fell for it" if why is None else conclusion(why),
     )

@@ -73,20 +73,20 @@ class CellFile(Generic[CellKey, Figures]):
         try:
             if not path.exists():
                 path.write_bytes(canonical(setting) + b"\n")
-            found = path.read_bytes().strip()
+            stored = path.read_bytes().strip()
         except OSError as error:
             raise ResourceError(f"{path}: {error.strerror}") from error
-        if found != canonical(setting):
+        if stored != canonical(setting):
             raise UsageError(f"{path.parent} is a study with other settings", hint=_HINT)
 
     def _read(self) -> None:
         if self._path.stat().st_size > FILE_BYTES_MAX:
             raise UsageError(f"{self._path} is larger than {FILE_BYTES_MAX} bytes")
         data = self._path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.truncate(self._path, len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
+        complete = data[: data.rfind(b"\n") + 1]
+        if len(complete) < len(data):
+            os.truncate(self._path, len(complete))
+        for number, line in enumerate(complete.splitlines(), 1):
             self._add_line(line, number)
 
     def _add_line(self, line: bytes, number: int) -> None:

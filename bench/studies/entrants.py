@@ -82,7 +82,7 @@ def own_setting(name: str, rate: float) -> Cell:
 def reported(chosen: Sequence[Cell], seeds: int) -> list[Cell]:
     """Return cells by seed, in rotating order because machines warm up."""
     return [
-        msgspec.structs.replace(chosen[(at + seed) % len(chosen)], seed=seed)
+        msgspec.structs.replace(chosen[(index + seed) % len(chosen)], seed=seed)
         for seed in range(seeds)
-        for at in range(len(chosen))
+        for index in range(len(chosen))
     ]

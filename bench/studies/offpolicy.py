@@ -146,22 +146,22 @@ def planned(etas: Sequence[int], objectives: Sequence[str], seeds: int | None) -
             raise UsageError(f"no objective {name!r}", hint=f"one of {', '.join(OBJECTIVES)}")
     if any(eta < 0 for eta in etas):
         raise UsageError("staleness must be 0 or more")
-    whole = not etas and not objectives
+    all_cells = not etas and not objectives
     return [
         Cell(objective=name, eta=eta, seed=seed)
         for seed in range(seeds or SEEDS)
-        for name in objectives or (OBJECTIVES if whole else (BASE,))
+        for name in objectives or (OBJECTIVES if all_cells else (BASE,))
         for eta in etas or ETAS
     ]
 
 
 def area_of(rewards: Sequence[tuple[int, float]]) -> float:
     """Return the interpolated mean height: ``area_of([(0, 0.0), (2, 1.0), (4, 1.0)]) == 0.75``."""
-    whole = rewards[-1][0] - rewards[0][0]
-    if not whole:
+    span = rewards[-1][0] - rewards[0][0]
+    if not span:
         return rewards[-1][1]
     pairs = itertools.pairwise(rewards)
-    return math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs) / whole
+    return math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs) / span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +189,9 @@ class Summary:
 def summarise(measured: Sequence[Measured]) -> list[Summary]:
     """Summarize by objective and staleness."""
     groups: dict[tuple[str, int], list[Measured]] = {}
-    for one in measured:
-        groups.setdefault((one.objective, one.eta), []).append(one)
-    base = {one.seed: one.last for one in groups.get((BASE, 0), [])}
+    for result in measured:
+        groups.setdefault((result.objective, result.eta), []).append(result)
+    base = {result.seed: result.last for result in groups.get((BASE, 0), [])}
     order = list(OBJECTIVES)
     return [
         _summary(groups[key], base)
@@ -201,18 +201,18 @@ def summarise(measured: Sequence[Measured]) -> list[Summary]:
 
 def _summary(seeds: Sequence[Measured], base: Mapping[int, float]) -> Summary:
     first = seeds[0]
-    beside = [one.last - base[one.seed] for one in seeds if one.seed in base]
-    masked = [one.masked for one in seeds if one.masked is not None]
+    beside = [seed.last - base[seed.seed] for seed in seeds if seed.seed in base]
+    masked = [seed.masked for seed in seeds if seed.masked is not None]
     return Summary(
         objective=first.objective,
         eta=first.eta,
         seeds=len(seeds),
-        last=spread([one.last for one in seeds]),
-        area=spread([one.area for one in seeds]),
+        last=spread([seed.last for seed in seeds]),
+        area=spread([seed.area for seed in seeds]),
         to_base=spread(beside) if beside else None,
-        clipped=mean([one.clipped for one in seeds]),
+        clipped=mean([seed.clipped for seed in seeds]),
         masked=mean(masked) if masked else None,
-        diverged=sum(one.diverged_at is not None for one in seeds),
+        diverged=sum(seed.diverged_at is not None for seed in seeds),
     )
 
 

@@ -130,7 +130,7 @@ class Bench:
                 figures.append(self.trainer.train(queue.take(version), settings).metrics)
             except NonFinite:
                 diverged_at = version
-                rewards += [(at, 0.0) for at in evaluated if at > version]
+                rewards += [(later, 0.0) for later in evaluated if later > version]
                 break
             path, digest = self._weights, self.trainer.save_weights(self._weights).digest
         return Measured(
@@ -139,10 +139,12 @@ class Bench:
             eta=cell.eta,
             seed=cell.seed,
             steps=len(figures),
-            samples=int(sum(one["trajectories"] for one in figures)),
-            tokens=int(sum(one["tokens"] for one in figures)),
+            samples=int(sum(figure["trajectories"] for figure in figures)),
+            tokens=int(sum(figure["tokens"] for figure in figures)),
             rewards=rewards,
-            clipped=mean([one["clipped_share"] for one in figures if "clipped_share" in one]),
+            clipped=mean(
+                [figure["clipped_share"] for figure in figures if "clipped_share" in figure]
+            ),
             masked=_mean_known(figures, "masked_share"),
             ratio_max=_median_known(figures, "ratio_max"),
             cpu_s=time.process_time() - began_s,
@@ -150,23 +152,23 @@ class Bench:
         )
 
     def _evaluate(self, version: int, digest: str) -> float:
-        wanted = self._config.evaluation
+        evaluation = self._config.evaluation
         asked = [
-            self._ask("eval", row, sample, wanted.group_size, (0, row), self._eval_rows[row])
-            for row in range(min(wanted.prompts, len(self._eval_rows)))
-            for sample in range(wanted.group_size)
+            self._ask("eval", row, sample, evaluation.group_size, (0, row), self._eval_rows[row])
+            for row in range(min(evaluation.prompts, len(self._eval_rows)))
+            for sample in range(evaluation.group_size)
         ]
         done = self._sample(asked, version, digest)
-        return math.fsum(one.reward or 0.0 for one in done) / len(done)
+        return math.fsum(trajectory.reward or 0.0 for trajectory in done) / len(done)
 
     def _batch(self, step: int, version: int, digest: str) -> TrainBatch:
         groups, size = self._config.rollout.prompts_per_step, self._config.rollout.group_size
         asked = []
         for ordinal in range(step * groups, (step + 1) * groups):
-            place = prompt_index(self._config.run.seed, ordinal, len(self._rows))
-            row = self._rows[place[1]]
+            position = prompt_index(self._config.run.seed, ordinal, len(self._rows))
+            row = self._rows[position[1]]
             asked += [
-                self._ask("train", ordinal, sample, size, place, row) for sample in range(size)
+                self._ask("train", ordinal, sample, size, position, row) for sample in range(size)
             ]
         done = self._sample(asked, version, digest)
         return TrainBatch(
@@ -187,7 +189,7 @@ class Bench:
         ordinal: int,
         sample: int,
         size: int,
-        place: tuple[int, int],
+        position: tuple[int, int],
         row: Row,
     ) -> _Asked:
         seed = group_seed(self._config.run.seed, purpose, ordinal)
@@ -197,27 +199,27 @@ class Bench:
             sample=sample,
             size=size,
             row=row,
-            index=place[1],
-            data_epoch=place[0],
+            index=position[1],
+            data_epoch=position[0],
             seed=trajectory_seed(seed, sample),
         )
 
     def _sample(self, asked: Sequence[_Asked], version: int, digest: str) -> list[Trajectory]:
         sequences = {
-            one.name: TokenSequence(
-                self._tokenizer.prompt_ids(str(self._task.prompt(one.row))), at_ns=0
+            sample.name: TokenSequence(
+                self._tokenizer.prompt_ids(str(self._task.prompt(sample.row))), at_ns=0
             )
-            for one in asked
+            for sample in asked
         }
         waiting = [
             EngineRequest(
-                request=one.name,
-                token_ids=sequences[one.name].token_ids[:],
+                request=sample.name,
+                token_ids=sequences[sample.name].token_ids[:],
                 sampled=0,
-                seed=one.seed,
-                params=self._params[one.purpose],
+                seed=sample.seed,
+                params=self._params[sample.purpose],
             )
-            for one in reversed(asked)
+            for sample in reversed(asked)
         ]
         ends: dict[str, RequestFinished] = {}
         while waiting or self._engine.active:
@@ -232,17 +234,22 @@ class Bench:
                 elif isinstance(event, RequestFinished):
                     ends[event.request] = event
         return [
-            self._trajectory(one, sequences[one.name], ends[one.name], version, digest)
-            for one in asked
+            self._trajectory(sample, sequences[sample.name], ends[sample.name], version, digest)
+            for sample in asked
         ]
 
     def _trajectory(
-        self, one: _Asked, sequence: TokenSequence, end: RequestFinished, version: int, digest: str
+        self,
+        sample: _Asked,
+        sequence: TokenSequence,
+        end: RequestFinished,
+        version: int,
+        digest: str,
     ) -> Trajectory:
         sequence.end_stay(0, worker=WORKER, incarnation=0, version=version)
-        reward = None if end.error else self._reward(one.row, sequence)
+        reward = None if end.error else self._reward(sample.row, sequence)
         return Trajectory(
-            trajectory=one.name,
+            trajectory=sample.name,
             version=version,
             digest=digest,
             token_ids=sequence.token_ids,
@@ -254,16 +261,16 @@ class Bench:
             meta=Meta(
                 run=self._config.run.name,
                 schema_version=SCHEMA_VERSION,
-                group=group_id(one.purpose, one.ordinal),
-                group_size=one.size,
-                sample=one.sample,
+                group=group_id(sample.purpose, sample.ordinal),
+                group_size=sample.size,
+                sample=sample.sample,
                 attempt=0,
-                purpose=one.purpose,
+                purpose=sample.purpose,
                 deadline=-1,
                 dataset_digest=NO_DIGEST,
-                index=one.index,
-                data_epoch=one.data_epoch,
-                seed=one.seed,
+                index=sample.index,
+                data_epoch=sample.data_epoch,
+                seed=sample.seed,
                 prompt_tokens=sequence.prompt_tokens,
                 worker=WORKER,
                 incarnation=0,
@@ -275,21 +282,25 @@ class Bench:
 
     def _reward(self, row: Row, sequence: TokenSequence) -> float:
         text = self._tokenizer.text(sequence.answer())
-        found = self._task.reward(row, text, [text])
-        assert isinstance(found, float | Reward)
-        return found.value if isinstance(found, Reward) else found
+        reward = self._task.reward(row, text, [text])
+        assert isinstance(reward, float | Reward)
+        return reward.value if isinstance(reward, Reward) else reward
 
 
 def evaluated_versions(steps: int, every: int) -> list[int]:
     """Return the first, the last, and every `every`-th version."""
-    return [at for at in range(steps + 1) if at in (0, steps) or (every and at % every == 0)]
+    return [
+        version
+        for version in range(steps + 1)
+        if version in (0, steps) or (every and version % every == 0)
+    ]
 
 
 def _mean_known(figures: Sequence[Mapping[str, float]], name: str) -> float | None:
-    known = [one[name] for one in figures if name in one]
-    return mean(known) if known else None
+    values = [figure[name] for figure in figures if name in figure]
+    return mean(values) if values else None
 
 
 def _median_known(figures: Sequence[Mapping[str, float]], name: str) -> float:
-    known = [one[name] for one in figures if name in one]
-    return statistics.median(known) if known else 1.0
+    values = [figure[name] for figure in figures if name in figure]
+    return statistics.median(values) if values else 1.0

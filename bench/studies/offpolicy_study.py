@@ -111,7 +111,7 @@ def measure_cells(study: Study, done: CellFile[Cell, Measured], cells: Sequence[
             if cell not in done.cells:
                 measured = study.measure(cell, Path(folder), done.setting)
                 done.add(measured)
-                missing = sum(one not in done.cells for one in cells)
+                missing = sum(cell not in done.cells for cell in cells)
                 say(f"{_line(measured)}; {missing} to go")
 
 
@@ -177,9 +177,9 @@ class Study:
         if cell.seed not in self.benches:
             config = self.config(cell.seed)
             self._warm(config, cell.seed)
-            place = folder / str(cell.seed)
-            place.mkdir()
-            self.benches[cell.seed] = Bench(config, Path(config.model.path), place)
+            cell_folder = folder / str(cell.seed)
+            cell_folder.mkdir()
+            self.benches[cell.seed] = Bench(config, Path(config.model.path), cell_folder)
         return self.benches[cell.seed].run(cell, setting=setting)
 
     def _warm(self, config: Config, seed: int) -> None:
@@ -207,30 +207,31 @@ class Study:
 def numbers_of(text: str) -> list[int]:
     """Parse comma-separated numbers."""
     try:
-        return [int(one) for one in text.split(",") if one]
+        return [int(word) for word in text.split(",") if word]
     except ValueError:
         raise UsageError(f"--etas {text}: whole numbers with commas") from None
 
 
-def _line(one: Measured) -> str:
+def _line(measured: Measured) -> str:
     return (
-        f"{one.cell}: reward {one.rewards[0][1]:.3f} -> {one.last:.3f}, mean {one.area:.3f},"
-        f" {one.cpu_s:.0f} s of CPU"
+        f"{measured.cell}: reward {measured.rewards[0][1]:.3f} -> {measured.last:.3f}, mean"
+        f" {measured.area:.3f},"
+        f" {measured.cpu_s:.0f} s of CPU"
     )
 
 
 def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
     """Print a table or JSON."""
     summaries = summarise(chosen)
-    rows = [_row(one) for one in summaries]
+    rows = [_row(summary) for summary in summaries]
     if as_json:
         emit_rows([], rows, as_json=True)
         return
     emit_line(setting)
     emit_line("reward after the last step, mean of the seeds (lowest to highest), by eta:")
-    emit_table(*_grid(summaries, lambda one: one.last))
+    emit_table(*_grid(summaries, lambda summary: summary.last))
     emit_line("the same over the course, from the first evaluation to the last:")
-    emit_table(*_grid(summaries, lambda one: one.area))
+    emit_table(*_grid(summaries, lambda summary: summary.area))
     emit_line("all of it:")
     emit_table(list(rows[0]), [list(row.values()) for row in rows])
 
@@ -238,29 +239,31 @@ def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> N
 def _grid(
     summaries: Sequence[Summary], figure: Callable[[Summary], Spread]
 ) -> tuple[list[str], list[list[Any]]]:
-    etas = sorted({one.eta for one in summaries})
+    etas = sorted({summary.eta for summary in summaries})
     lines: dict[str, dict[int, str]] = {}
-    for one in summaries:
-        lines.setdefault(one.objective, {})[one.eta] = _spread(figure(one))
+    for summary in summaries:
+        lines.setdefault(summary.objective, {})[summary.eta] = _spread(figure(summary))
     rows = [[name, *(line.get(eta) for eta in etas)] for name, line in lines.items()]
     return ["objective", *(str(eta) for eta in etas)], rows
 
 
-def _row(one: Summary) -> dict[str, Any]:
+def _row(summary: Summary) -> dict[str, Any]:
     return {
-        "objective": one.objective,
-        "eta": one.eta,
-        "seeds": one.seeds,
-        "reward": _spread(one.last),
-        "over the course": _spread(one.area),
-        f"less {BASE} at eta 0": None if one.to_base is None else _spread(one.to_base, sign="+"),
-        "clipped": one.clipped,
-        "left out": one.masked,
-        "diverged": one.diverged,
+        "objective": summary.objective,
+        "eta": summary.eta,
+        "seeds": summary.seeds,
+        "reward": _spread(summary.last),
+        "over the course": _spread(summary.area),
+        f"less {BASE} at eta 0": None
+        if summary.to_base is None
+        else _spread(summary.to_base, sign="+"),
+        "clipped": summary.clipped,
+        "left out": summary.masked,
+        "diverged": summary.diverged,
     }
 
 
-def _spread(one: Spread, *, sign: str = "") -> str:
-    if one.low == one.high:
-        return f"{one.mean:{sign}.3f}"
-    return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
+def _spread(spread: Spread, *, sign: str = "") -> str:
+    if spread.low == spread.high:
+        return f"{spread.mean:{sign}.3f}"
+    return f"{spread.mean:{sign}.3f} ({spread.low:{sign}.3f} to {spread.high:{sign}.3f})"

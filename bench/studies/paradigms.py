@@ -100,7 +100,7 @@ class Compared:
     """95 % interval by Student's t over the pairs' logarithms; None for one pair."""
 
     @property
-    def told_apart(self) -> bool:
+    def distinguishable(self) -> bool:
         """Report whether the interval excludes 1."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
@@ -124,27 +124,33 @@ def measure_run(
         ((steps[version - 1]["committed_ns"] - begin) / 1e9 if version else 0.0, reward)
         for version, reward in rewards
     )
-    busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
+    busy_s = (
+        sum(stop - start for worker_spans in spans.values() for start, stop in worker_spans) / 1e9
+    )
     return ParadigmRun(
         setting=setting,
         cell=cell,
         steps=len(steps),
         seconds=seconds,
-        samples_per_s=sum(one["trajectories"] for one in steps) / seconds,
+        samples_per_s=sum(step["trajectories"] for step in steps) / seconds,
         target_s=crossing(isotonic(course), target),
         course=course,
         reward=course[-1][1] if course else 0.0,
         slots_busy=busy_s / (seconds * max(1, slots)),
-        training=sum(one["compute_s"] for one in steps) / seconds,
+        training=sum(step["compute_s"] for step in steps) / seconds,
         staleness=_mean_of(report.staleness),
     )
 
 
 def evaluated(tables: Catalogue) -> list[tuple[int, float]]:
     """Return (version, mean reward) of finished evaluations."""
-    found = tables.query(EVALUATED)
-    whole = max((groups for _, _, groups in found), default=0)
-    return [(version, reward) for version, reward, groups in found if whole and groups == whole]
+    rows = tables.query(EVALUATED)
+    most_groups = max((groups for _, _, groups in rows), default=0)
+    return [
+        (version, reward)
+        for version, reward, groups in rows
+        if most_groups and groups == most_groups
+    ]
 
 
 def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -195,12 +201,12 @@ def compare(
         value = figure(run)
         if value is not None:
             by_seed[run.cell.entrant][run.cell.seed] = value
-    found = []
+    compared = []
     for entrant, values in by_seed.items():
         both = [seed for seed in values if by_seed.get(base, {}).get(seed)]
         logs = [math.log(values[seed] / by_seed[base][seed]) for seed in both]
         if logs:
-            found.append(
+            compared.append(
                 Compared(
                     entrant=entrant,
                     base=base,
@@ -212,7 +218,7 @@ def compare(
                     interval=_exponents(interval_95(logs)),
                 )
             )
-    return found
+    return compared
 
 
 def _exponents(interval: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -231,13 +237,13 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
 
 def spans_of(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
     """Return stays in slots by incarnation."""
-    found: dict[int, list[Span]] = defaultdict(list)
+    spans: dict[int, list[Span]] = defaultdict(list)
     for record in records_of(bus, horizon_of(bus, topics).trajectories):
         for segment in decode_trajectory(record.value).segments:
             start, stop = max(begin, segment.start_ns), min(end, segment.end_ns)
             if segment.kind == "model" and stop > start:
-                found[segment.incarnation].append((start, stop))
-    return found
+                spans[segment.incarnation].append((start, stop))
+    return spans
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:

@@ -156,8 +156,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
     def setting(self) -> dict[str, Any]:
         """Return what compared cells share."""
-        found = msgspec.to_builtins(self)
-        return {name: value for name, value in found.items() if name != "out"}
+        fields = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if name != "out"}
 
     def load(self, cell: Cell) -> Config:
         """Return a configuration. Raises ConfigError."""
@@ -291,7 +291,7 @@ def play(
     cells = reported(settings, seeds)
     if not report:
         measure_cells(study, done, cells)
-    runs = [done.cells[one] for one in cells if one in done.cells]
+    runs = [done.cells[cell] for cell in cells if cell in done.cells]
     if not runs:
         raise UsageError(f"{study.out} has none of these runs yet", hint="remove --report")
     return runs
@@ -299,9 +299,9 @@ def play(
 
 def measure_cells(study: Study, done: Done, cells: Sequence[Cell]) -> None:
     """Run missing cells."""
-    for one in cells:
-        if one not in done.cells:
-            done.add(run := study.run(one))
+    for cell in cells:
+        if cell not in done.cells:
+            done.add(run := study.run(cell))
             say(f"{line_of(run)}; {sum(cell not in done.cells for cell in cells)} to go")
 
 
@@ -327,17 +327,21 @@ def print_study(study: Study, runs: Sequence[ParadigmRun], *, as_json: bool) -> 
             [{**row, "course": run.course} for row, run in zip(rows, runs, strict=True)],
             as_json=True,
         )
-        for name, found in compared:
-            emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
+        for name, comparisons in compared:
+            emit_rows(
+                [],
+                [{"figure": name, **asdict(comparison)} for comparison in comparisons],
+                as_json=True,
+            )
         return
     emit_line(study.summary(seeds))
     emit_rows(list(rows[0]), rows, as_json=False)
-    for name, found in compared:
-        if len(found) > 1:
+    for name, comparisons in compared:
+        if len(comparisons) > 1:
             emit_line()
-            ratio = f"ratio to {found[0].base}"
+            ratio = f"ratio to {comparisons[0].base}"
             heads = ("entrant", name, ratio, "lowest", "highest", "pairs", "95 %", "")
-            emit_table(heads, [_compared_row(one) for one in found])
+            emit_table(heads, [_compared_row(comparison) for comparison in comparisons])
 
 
 def _row_of(run: ParadigmRun) -> dict[str, Any]:
@@ -346,7 +350,20 @@ def _row_of(run: ParadigmRun) -> dict[str, Any]:
     return {"entrant": run.cell.entrant, "seed": run.cell.seed, **figures}
 
 
-def _compared_row(one: Compared) -> tuple[object, ...]:
-    interval = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
-    said = "" if one.told_apart or one.entrant == one.base else "not distinguishable"
-    return one.entrant, one.mean, one.ratio, one.low, one.high, one.seeds, interval, said
+def _compared_row(compared: Compared) -> tuple[object, ...]:
+    interval = "-" if compared.interval is None else "{:.2f} to {:.2f}".format(*compared.interval)
+    note = (
+        ""
+        if compared.distinguishable or compared.entrant == compared.base
+        else "not distinguishable"
+    )
+    return (
+        compared.entrant,
+        compared.mean,
+        compared.ratio,
+        compared.low,
+        compared.high,
+        compared.seeds,
+        interval,
+        note,
+    )

@@ -107,13 +107,13 @@ def run_virtual(
         pool.wait()
         parts = VirtualParts.of(config, pool, pace)
         names = [f"w{number}" for number in range(config.workers.count)]
-        workers = [_plan(one, config, pace) for one in names]
+        workers = [_plan(name, config, pace) for name in names]
         with World(config, workers=workers, parts=parts) as run:
             if not run.run(until_ns=RUN_S * SECOND_NS):
                 raise ResourceError(f"{cell}: not at its end after {RUN_S} s of virtual time")
-            found = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
-    training = found.steps * (pace.train_s + pace.update_s) / found.seconds
-    return msgspec.structs.replace(found, training=training)  # the trainer's own clock is real
+            measured = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
+    training = measured.steps * (pace.train_s + pace.update_s) / measured.seconds
+    return msgspec.structs.replace(measured, training=training)  # the trainer's own clock is real
 
 
 def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
@@ -156,7 +156,7 @@ class VirtualParts(PlainParts):
             start=start,
             pool=pool,
             pace=pace,
-            sources={name: facts.data(name) for one in specs for name in one.sources},
+            sources={name: facts.data(name) for spec in specs for name in spec.sources},
             chat=next(iter(chats.values()), None),
             tokenizer=tokenizer,
             per_step=config.rollout.prompts_per_step,
@@ -174,11 +174,11 @@ class VirtualParts(PlainParts):
         return self.sources
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
-        made = super().worker(site, plan)
+        parts = super().worker(site, plan)
         tasks = LateTasks(site.clock, self.pool, self.pace, seed=site.config.run.seed)
         port = TimedTaskPort(TaskPort(tasks, self.tokenizer, self.chat), tasks)
         stops = self.tokenizer if self.chat is None else self.chat
-        return replace(made, ports=[port, *made.ports[1:]], stop_ids=stops.stop_ids)
+        return replace(parts, ports=[port, *parts.ports[1:]], stop_ids=stops.stop_ids)
 
     def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
         return int(self.pace.rates.tau(engine.active) * SECOND_NS)
@@ -191,8 +191,8 @@ class VirtualParts(PlainParts):
                 self.ahead[part.step] = self.ahead.get(part.step, 0) + groups
                 return int(self.pace.train_s * groups / self.per_step * SECOND_NS)
             case TrainStep(step=step):
-                left = max(0.0, 1.0 - self.ahead.pop(step, 0) / self.per_step)
-                return int((self.pace.train_s * left + self.pace.update_s) * SECOND_NS)
+                remaining = max(0.0, 1.0 - self.ahead.pop(step, 0) / self.per_step)
+                return int((self.pace.train_s * remaining + self.pace.update_s) * SECOND_NS)
             case _:
                 return super().work_ns(effect)
 

@@ -112,7 +112,7 @@ def _ours(
         return not_known(error, security)
     if _CERTIFICATE_SIGN in str(error):
         return untrusted(str(error), security)
-    text, hint = said_of(error)
+    text, hint = describe_error(error)
     return otherwise(f"kafka: {text}", hint=hint)
 
 
@@ -131,7 +131,7 @@ def cause_of(error: Exception) -> Exception:
     return error
 
 
-def said_of(error: BaseException) -> tuple[str, str | None]:
+def describe_error(error: BaseException) -> tuple[str, str | None]:
     """Return an error's text and hint; after retries only a timeout is left."""
     for kinds, words in _DISK_SIGNS:
         if isinstance(error, kinds):
@@ -158,9 +158,9 @@ def not_allowed(
     if resource and who.startswith("User:"):
         option = _acl_options(resource)
         words = operation.title().replace("_", "")
-        place = f"--bootstrap-server {','.join(servers)} --command-config admin.properties"
+        options = f"--bootstrap-server {','.join(servers)} --command-config admin.properties"
         grant = f"--add --allow-principal {who} --operation {words} {option}"
-        hint = f"kafka-acls.sh {place} {grant}; {hint}"
+        hint = f"kafka-acls.sh {options} {grant}; {hint}"
     return AccessRefused(f"the Kafka cluster refuses: {who} lacks {what}", hint=hint)
 
 

@@ -136,22 +136,22 @@ class KafkaBus(Bus):
     def create(self, topics: Sequence[TopicSpec]) -> None:
         for spec in topics:
             check_spec(spec)
-        wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
-        old = [name for name in wanted if name in existing]
+        specs, existing = {spec.name: spec for spec in topics}, set(self.topics())
+        old = [name for name in specs if name in existing]
         for name in old:
             self._spec_soon(name)
         if old:  # check first: a rejected call creates nothing
-            check_settings(self.facts(old), wanted)
-        fresh = {name: spec for name, spec in wanted.items() if name not in existing}
+            check_settings(self.facts(old), specs)
+        fresh = {name: spec for name, spec in specs.items() if name not in existing}
         needs = f"CREATE on topic {', '.join(fresh)}"
         with self.errors(needs=needs), self._lock:
             if fresh:
                 brokers = len(self._admin.describe_cluster()["brokers"])
-                made = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
+                settings = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
                 try:
-                    self._admin.create_topics(made, wait_for_metadata=True)
+                    self._admin.create_topics(settings, wait_for_metadata=True)
                 except kafka_errors.TopicAlreadyExistsError:
-                    self._admin.wait_for_topics(list(made))  # another process was faster
+                    self._admin.wait_for_topics(list(settings))  # another process was faster
         for spec in fresh.values():
             check_same(spec, self._spec_soon(spec.name))
 
@@ -179,8 +179,8 @@ class KafkaBus(Bus):
         """Delete all at once on the brokers."""
         check_trimmed(tp)
         check_position(tp, before)
-        wanted = {KafkaPartition(*tp): min(before, self.end(tp))}
-        self.ask(lambda at: at.delete_records(wanted), needs=f"DELETE on topic {tp.topic}")
+        offsets = {KafkaPartition(*tp): min(before, self.end(tp))}
+        self.ask(lambda admin: admin.delete_records(offsets), needs=f"DELETE on topic {tp.topic}")
         return False
 
     def end(self, tp: TopicPartition) -> int:
@@ -193,12 +193,12 @@ class KafkaBus(Bus):
 
     def _offset(self, tp: TopicPartition, which: OffsetSpec, sees: IsolationLevel) -> int:
         check_exists(tp, {tp.topic: self.spec(tp.topic)})
-        at = KafkaPartition(*tp)
+        partition = KafkaPartition(*tp)
         with self.errors(needs=f"DESCRIBE on topic {tp.topic}"), self._lock:
-            found = _retry_without_leader(
-                lambda: self._admin.list_partition_offsets({at: which}, isolation_level=sees)
+            offsets = _retry_without_leader(
+                lambda: self._admin.list_partition_offsets({partition: which}, isolation_level=sees)
             )
-        return int(found[at].offset)
+        return int(offsets[partition].offset)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
         for tp, position in positions.items():
@@ -225,9 +225,9 @@ class KafkaBus(Bus):
         """Return current descriptions. Raises TopicMissing."""
         names, servers = ", ".join(topics), self.servers
         needs = f"DESCRIBE on topic {names}"
-        found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
+        facts = self.ask(lambda admin: described(admin, topics, servers=servers), needs=needs)
         needs = f"DESCRIBE_CONFIGS on topic {names}"
-        return self.ask(lambda at: with_settings(at, found), needs=needs)
+        return self.ask(lambda admin: with_settings(admin, facts), needs=needs)
 
     def refusal(self, error: Exception, record: Append) -> RecordRefused:
         """Return the error for a refused record, from current settings."""
@@ -316,13 +316,18 @@ class KafkaReader(Reader):
 
     def _polled(self, timeout_ms: int, records_max: int) -> dict[Any, list[Any]]:
         try:
-            found: dict[Any, list[Any]]
-            found = self._consumer.poll(timeout_ms, max_records=records_max)
-            return found
+            polled: dict[Any, list[Any]]
+            polled = self._consumer.poll(timeout_ms, max_records=records_max)
+            return polled
         except kafka_errors.CorruptRecordError as error:
             assigned = sorted(self._consumer.assignment())
-            positions = [(at, self._consumer.position(at, timeout_ms=0)) for at in assigned]
-            where = ", ".join(f"{at.topic}/{at.partition}@{first}" for at, first in positions)
+            positions = [
+                (partition, self._consumer.position(partition, timeout_ms=0))
+                for partition in assigned
+            ]
+            where = ", ".join(
+                f"{partition.topic}/{partition.partition}@{first}" for partition, first in positions
+            )
             raise BusError(
                 f"the Kafka client cannot read a record at or after {where}: {one_line(error)}"
             ) from error
@@ -333,7 +338,11 @@ class KafkaReader(Reader):
             assigned = list(self._consumer.assignment())
             begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
             before = {tp: self._consumer.position(tp, timeout_ms=0) for tp in assigned}
-        kept = {tp: first_kept(tp, at, begins[tp]) for tp, at in before.items() if at is not None}
+        kept = {
+            tp: first_kept(tp, position, begins[tp])
+            for tp, position in before.items()
+            if position is not None
+        }
         for tp, first in kept.items():
             self.seek(tp, first)
         return any(first != before[tp] for tp, first in kept.items())
@@ -373,18 +382,18 @@ class KafkaReader(Reader):
         self._slow = self._warned = True
 
     def position(self, tp: TopicPartition) -> int:
-        at = self._assigned(tp)
+        partition = self._assigned(tp)
         first = self._fetched.first(tp)
         if first is not None:
             return first
         with self._errors():
-            return int(self._consumer.position(at, timeout_ms=0))
+            return int(self._consumer.position(partition, timeout_ms=0))
 
     def held_back(self) -> list[TopicPartition]:
         """Return the partitions whose last known high watermark is after the readable end; all
         while throttled."""
         self.here.check()
-        assigned = sorted(TopicPartition(*at) for at in self._consumer.assignment())
+        assigned = sorted(TopicPartition(*partition) for partition in self._consumer.assignment())
         if self._slow or not self._empty:
             return assigned if self._slow else []
         return [tp for tp in assigned if self._written(tp) > self.position(tp)]
@@ -394,10 +403,10 @@ class KafkaReader(Reader):
 
     def seek(self, tp: TopicPartition, position: int) -> None:
         check_position(tp, position)
-        at = self._assigned(tp)
+        partition = self._assigned(tp)
         self._fetched.forget(tp)
         with self._errors():
-            self._consumer.seek(at, position)
+            self._consumer.seek(partition, position)
 
     def close(self) -> None:
         if self.here.close():
@@ -405,10 +414,10 @@ class KafkaReader(Reader):
 
     def _assigned(self, tp: TopicPartition) -> KafkaPartition:
         self.here.check()
-        at = KafkaPartition(*tp)
-        if at not in self._consumer.assignment():
+        partition = KafkaPartition(*tp)
+        if partition not in self._consumer.assignment():
             raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
-        return at
+        return partition
 
 
 class KafkaWriter(Writer):
@@ -494,8 +503,10 @@ class KafkaWriter(Writer):
 
     def _count(self, name: str) -> tuple[int, int]:
         needs = f"DESCRIBE on transactional id {name}"
-        found = self._bus.ask(lambda admin: admin.describe_transactions([name])[name], needs=needs)
-        return int(found.producer_id), int(found.producer_epoch)
+        producer = self._bus.ask(
+            lambda admin: admin.describe_transactions([name])[name], needs=needs
+        )
+        return int(producer.producer_id), int(producer.producer_epoch)
 
     def _open(self) -> None:
         with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):

@@ -96,16 +96,16 @@ class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no 
 
 def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, PatientClient]:
     """Return a client and its network client, which the library leaks if it finds no cluster."""
-    made: list[PatientClient] = []
+    clients: list[PatientClient] = []
 
     def network(**own: Any) -> PatientClient:
-        made.append(PatientClient(**own))
-        return made[-1]
+        clients.append(PatientClient(**own))
+        return clients[-1]
 
     try:
-        return kind(kafka_client=network, **settings), made[-1]
+        return kind(kafka_client=network, **settings), clients[-1]
     except kafka_errors.KafkaError:
-        for each in made:
+        for each in clients:
             each.close()
         raise
 

@@ -83,8 +83,10 @@ def described(
 ) -> list[TopicFacts]:
     """Return topics without settings. Raises TopicMissing and the client's errors."""
     brokers = len(admin.describe_cluster()["brokers"])
-    by_name = {one["name"]: one for one in admin.describe_topics(list(topics))}
-    found = []
+    by_name = {
+        description["name"]: description for description in admin.describe_topics(list(topics))
+    }
+    facts = []
     for name in topics:
         topic = by_name[name]
         kind = kafka_errors.for_code(topic["error_code"])
@@ -94,7 +96,7 @@ def described(
             raise kind(name)
         parts = topic["partitions"]
         replicas = min((len(part["replica_nodes"]) for part in parts), default=0)
-        found.append(
+        facts.append(
             TopicFacts(
                 name=name,
                 partitions=len(parts),
@@ -104,13 +106,13 @@ def described(
                 servers=",".join(servers),
             )
         )
-    return found
+    return facts
 
 
 def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list[TopicFacts]:
     """Add settings. Raises the client's error for topics that it omits."""
-    wanted = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
-    answer = admin.describe_configs(wanted, config_filter="all").get("topic", {})
+    resources = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
+    answer = admin.describe_configs(resources, config_filter="all").get("topic", {})
     for topic in topics:
         if "max.message.bytes" not in answer.get(topic.name, {}):
             raise kafka_errors.TopicAuthorizationFailedError(topic.name)
@@ -120,9 +122,9 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
     ]
 
 
-def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]) -> None:
+def check_settings(topics: Sequence[TopicFacts], specs: Mapping[str, TopicSpec]) -> None:
     """Raises BusError for unfit or lossy settings; logs weak ones."""
-    texts, hints = misfits([(wanted[topic.name], topic.spec) for topic in topics])
+    texts, hints = misfits([(specs[topic.name], topic.spec) for topic in topics])
     problems = [problem for topic in topics for problem in problems_of(topic)]
     fatal = [problem for problem in problems if problem.fatal]
     refuse_topics(
@@ -135,8 +137,8 @@ def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]
 
 def problems_of(topic: TopicFacts) -> list[TopicProblem]:
     """Return all problems of a topic, worst first."""
-    found = [*_losing(topic), *_weak(topic)]
-    return sorted(found, key=lambda one: not one.fatal)
+    problems = [*_losing(topic), *_weak(topic)]
+    return sorted(problems, key=lambda problem: not problem.fatal)
 
 
 def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
@@ -178,10 +180,10 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
             f"topic {topic.name} lets an incomplete replica lead: acknowledged records can be lost",
             f"{_alter(topic)} unclean.leader.election.enable=false",
         )
-    wanted = min(WANTED_REPLICAS, topic.brokers)
-    if topic.replicas < wanted:
+    possible = min(WANTED_REPLICAS, topic.brokers)
+    if topic.replicas < possible:
         yield TopicProblem(
-            f"topic {topic.name} has {topic.replicas} of {wanted} possible replicas: "
+            f"topic {topic.name} has {topic.replicas} of {possible} possible replicas: "
             "the loss of a machine loses records",
             "raise its replication factor (kafka-reassign-partitions.sh), or start a new run",
         )
@@ -195,14 +197,18 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
 
 
 def brokers_of(admin: KafkaAdminClient) -> list[int]:
-    return sorted(int(one["broker_id"]) for one in admin.describe_cluster()["brokers"])
+    return sorted(int(broker["broker_id"]) for broker in admin.describe_cluster()["brokers"])
 
 
 def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
     """Return the brokers' smallest `replica.fetch.max.bytes`, or None."""
-    wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
-    answer = admin.describe_configs(wanted, config_filter="all").get("broker", {})
-    sizes = [one["replica.fetch.max.bytes"]["value"] for one in answer.values() if one]
+    resources = [
+        ConfigResource(ConfigResourceType.BROKER, str(broker)) for broker in brokers_of(admin)
+    ]
+    answer = admin.describe_configs(resources, config_filter="all").get("broker", {})
+    sizes = [
+        settings["replica.fetch.max.bytes"]["value"] for settings in answer.values() if settings
+    ]
     return min(map(int, sizes), default=None)
 
 
@@ -224,8 +230,8 @@ def _number(topic: TopicFacts, name: str, default: int) -> int:
 
 def _alter(topic: TopicFacts) -> str:
     """Return Kafka's command up to the setting, to be pasted."""
-    place = f"--bootstrap-server {topic.servers} --alter"
-    return f"kafka-configs.sh {place} --topic {topic.name} --add-config"
+    options = f"--bootstrap-server {topic.servers} --alter"
+    return f"kafka-configs.sh {options} --topic {topic.name} --add-config"
 
 
 class Cluster(Protocol):
@@ -294,11 +300,11 @@ def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
     """
     dirs, silent = _asked(cluster, cluster.ask(brokers_of))
     needed = {
-        one.name: one.settings.get("min.insync.replicas", "1") for one in cluster.facts(topics)
+        fact.name: fact.settings.get("min.insync.replicas", "1") for fact in cluster.facts(topics)
     }
     parts = cluster.ask(lambda admin: _partitions(admin, topics, needed, silent))
-    stops = [*(one.stops for one in dirs), too_few_of(parts)]
-    low = [one.low for one in dirs]
+    stops = [*(log_dir.stops for log_dir in dirs), too_few_of(parts)]
+    low = [log_dir.low for log_dir in dirs]
     return "; ".join(filter(None, stops)), "; ".join(filter(None, low))
 
 
@@ -318,33 +324,45 @@ def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], froz
 
 def too_few_of(partitions: Iterable[Partition]) -> str:
     """Describe partitions that accept no appends."""
-    leaderless = [one for one in partitions if one.leader < 0]
-    few = [one for one in partitions if one.leader >= 0 and len(one.in_sync) < one.needed]
-    away = sorted({node for one in (*leaderless, *few) for node in one.replicas - one.in_sync})
-    said = []
+    leaderless = [partition for partition in partitions if partition.leader < 0]
+    few = [
+        partition
+        for partition in partitions
+        if partition.leader >= 0 and len(partition.in_sync) < partition.needed
+    ]
+    away = sorted(
+        {
+            node
+            for partition in (*leaderless, *few)
+            for node in partition.replicas - partition.in_sync
+        }
+    )
+    messages = []
     if leaderless:
-        said.append(f"{len(leaderless)} partitions of the run have no leader")
+        messages.append(f"{len(leaderless)} partitions of the run have no leader")
     if few:
-        said.append(
+        messages.append(
             f"{len(few)} partitions of the run have fewer replicas in sync than an append needs "
-            f"({max(one.needed for one in few)})"
+            f"({max(partition.needed for partition in few)})"
         )
-    if said and away:
+    if messages and away:
         who = "broker " if len(away) == 1 else "brokers "
-        said.append(f"{who}{', '.join(map(str, away))} stopped or cannot write: check their disks")
-    return "; ".join(said)
+        messages.append(
+            f"{who}{', '.join(map(str, away))} stopped or cannot write: check their disks"
+        )
+    return "; ".join(messages)
 
 
 def _log_dirs(answer: Sequence[Mapping[str, Any]]) -> list[LogDir]:
     return [
         LogDir(
             broker=int(broker["broker"]),
-            path=str(one["log_dir"]),
-            failed=one["error_code"] == kafka_errors.KafkaStorageError.errno,
-            free_bytes=free if (free := int(one.get("usable_bytes", -1))) >= 0 else None,
+            path=str(log_dir["log_dir"]),
+            failed=log_dir["error_code"] == kafka_errors.KafkaStorageError.errno,
+            free_bytes=free if (free := int(log_dir.get("usable_bytes", -1))) >= 0 else None,
         )
         for broker in answer
-        for one in broker["log_dirs"]
+        for log_dir in broker["log_dirs"]
     ]
 
 

@@ -50,14 +50,14 @@ class InFlight:
         """Wait for all and return their offsets in order. Raises the client's errors."""
         if self._sent:
             # Do not linger at the end of a call.
-            self._producer.flush(_left(self._sent[0][3]))
+            self._producer.flush(_remaining_s(self._sent[0][3]))
         while self._sent:
             self._wait_for_oldest()
         return self._offsets
 
     def _wait_for_oldest(self) -> None:
         future, _, size, deadline_s = self._sent[0]
-        acknowledged = future.get(_left(deadline_s))
+        acknowledged = future.get(_remaining_s(deadline_s))
         self._sent.popleft()
         self._offsets.append(int(acknowledged.offset))
         self.bytes -= size
@@ -66,12 +66,12 @@ class InFlight:
         """Return the cause of an error and the refused record, if any."""
         with suppress(kafka_errors.KafkaError):
             if self._sent:
-                self._producer.flush(_left(self._sent[0][3]))
+                self._producer.flush(_remaining_s(self._sent[0][3]))
         failed = [(sent[0], sent[1]) for sent in self._sent if sent[0].failed()]
         causes = [(cause_of(future.exception), record) for future, record in failed]
         first = next((each for each in causes if isinstance(each[0], REFUSED)), None)
         return first or (cause_of(error), None)
 
 
-def _left(deadline_s: float) -> float:
+def _remaining_s(deadline_s: float) -> float:
     return max(0.0, deadline_s - time.monotonic())

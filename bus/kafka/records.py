@@ -42,8 +42,8 @@ class Fetched:
         for each in came:
             self._kept.setdefault(each.at, deque()).append(each)
         taken: list[Record] = []
-        for at in list(self._kept):
-            waiting = self._kept[at]
+        for partition in list(self._kept):
+            waiting = self._kept[partition]
             while waiting and len(taken) < records_max:
                 bytes_max -= record_bytes(waiting[0])
                 if taken and bytes_max < 0:
@@ -51,7 +51,7 @@ class Fetched:
                 taken.append(waiting.popleft())
             if waiting:
                 break
-            del self._kept[at]
+            del self._kept[partition]
         return taken
 
     def first(self, tp: TopicPartition) -> int | None:

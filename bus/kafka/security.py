@@ -55,7 +55,7 @@ class KafkaSecurity:
 
     @classmethod
     def of(cls, bus: BusSection) -> KafkaSecurity:
-        return cls(**{one.name: getattr(bus, one.name) for one in fields(cls)})
+        return cls(**{field.name: getattr(bus, field.name) for field in fields(cls)})
 
     @property
     def tls(self) -> bool:

@@ -58,7 +58,7 @@ def bisect(
     from dora_pipe.launch.run_dir import opened
 
     limits = Limits(draws=draws, steps=steps)
-    with opened(run, root) as found, watched(found) as (open_run, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         bisect_run(
             open_run,
             good,
@@ -85,8 +85,8 @@ def diff(
     from dora_pipe.cli.diff import print_diff
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as one, opened(other, root) as two:
-        print_diff(one, two, as_json=as_json)
+    with opened(run, root) as first, opened(other, root) as two:
+        print_diff(first, two, as_json=as_json)
 
 
 def fork(
@@ -108,7 +108,7 @@ def fork(
     from dora_pipe.cli.fork import fork_trajectory
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (open_run, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         fork_trajectory(
             open_run,
             trajectory,
@@ -145,7 +145,7 @@ def rescore(
     from dora_pipe.cli.rescore import rescore_run
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (open_run, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         rescore_run(open_run, reward or (), directory=directory, as_json=as_json, report=report)
 
 
@@ -176,5 +176,5 @@ def retrain(
     from dora_pipe.launch.run_dir import opened
 
     change = change_of(settings or (), rewards, drop or (), weights or ())
-    with opened(run, root) as found, watched(found) as (open_run, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         retrain_run(open_run, first, end, change, out, as_json=as_json, report=report)

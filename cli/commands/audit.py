@@ -50,9 +50,9 @@ def audit(
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with opened(run, root) as open_run:
         session = AuditSession(open_run, store=store, quick=quick)
-        found = session.follow() if follow else session.once()
-    emit_json(plain(found)) if as_json else print_report(found)
-    raise_if_broken(found)
+        report = session.follow() if follow else session.once()
+    emit_json(plain(report)) if as_json else print_report(report)
+    raise_if_broken(report)
 
 
 def replay(
@@ -91,7 +91,7 @@ def replay(
     from dora_pipe.cli.replay import replay_run, replay_trajectories
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (open_run, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         if trajectory or random:
             replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
         else:
@@ -110,7 +110,7 @@ def mismatch(
     from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (looked, report):
+    with opened(run, root) as opened_run, watched(opened_run) as (looked, report):
         measured = measure_step(looked, step, report)
     if as_json:
         emit_json(measured.plain())
@@ -178,11 +178,11 @@ def prune(
 def _print_candidates(candidates: Sequence[PruneCandidate], *, as_json: bool) -> None:
     rows = [
         {
-            "file": one.file.name,
-            "bytes": one.file.bytes,
-            "why": one.why,
-            "version": "" if one.version is None else one.version,
+            "file": candidate.file.name,
+            "bytes": candidate.file.bytes,
+            "why": candidate.why,
+            "version": "" if candidate.version is None else candidate.version,
         }
-        for one in candidates
+        for candidate in candidates
     ]
     emit_rows(("file", "bytes", "why", "version"), rows, as_json=as_json)

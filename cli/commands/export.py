@@ -30,7 +30,7 @@ def parquet(
     from dora_pipe.cli.export import export_parquet_file
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (open_run, _):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, _):
         export_parquet_file(open_run, file, everything=everything, force=force)
 
 
@@ -48,7 +48,7 @@ def policy(
     from dora_pipe.cli.export import export_policy_dir
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found, watched(found) as (open_run, _):
+    with opened(run, root) as opened_run, watched(opened_run) as (open_run, _):
         export_policy_dir(open_run, version, directory, force=force, statement=statement)
 
 
@@ -68,13 +68,13 @@ def traces(
     from dora_pipe.cli.export import export_traces
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found:
+    with opened(run, root) as opened_run:
         if follow:  # the sender reports its own waits
             export_traces(
-                found, target, follow=True, ratio=ratio, force=force, report=lambda _: None
+                opened_run, target, follow=True, ratio=ratio, force=force, report=lambda _: None
             )
             return
-        with watched(found) as (open_run, report):
+        with watched(opened_run) as (open_run, report):
             export_traces(open_run, target, follow=False, ratio=ratio, force=force, report=report)
 
 

@@ -29,14 +29,14 @@ def create(config: ConfigArgument, override: OverrideOption = None) -> None:
     from dora_pipe.launch.run import load_wanted
     from dora_pipe.launch.run_dir import run_dir
 
-    wanted = load_wanted(config, override or ())
-    if not wanted.bus.url:
+    resolved = load_wanted(config, override or ())
+    if not resolved.bus.url:
         raise ConfigError(
             "log create needs a kafka:// log; this run uses SQLite",
             hint="`dora-pipe run` creates a SQLite log in the run's directory",
         )
-    with closing(run_dir(wanted).open_bus(wanted)) as bus:
-        topics = prepare.create_topics(bus, wanted)
+    with closing(run_dir(resolved).open_bus(resolved)) as bus:
+        topics = prepare.create_topics(bus, resolved)
         for name in topics.all():
             say(f"{name}: {bus.partitions(name)} partitions")
 
@@ -70,7 +70,7 @@ def read(
     from dora_pipe.cli.records import Wanted, print_records
     from dora_pipe.launch.run_dir import opened
 
-    wanted = Wanted(
+    query = Wanted(
         topic=topic,
         kind=kind,
         key=key,
@@ -80,7 +80,7 @@ def read(
         follow=follow,
     )
     with opened(run, root) as open_run:
-        print_records(open_run, wanted, as_json=as_json)
+        print_records(open_run, query, as_json=as_json)
 
 
 def copy(

@@ -32,17 +32,17 @@ def doctor(
     from dora_pipe.launch.run_dir import RunDir
 
     findings = machine_findings()
-    wanted = load_config(config_file_of(config), override or ()) if config else None
-    url = bus or (wanted.bus.url if wanted else "")
+    resolved = load_config(config_file_of(config), override or ()) if config else None
+    url = bus or (resolved.bus.url if resolved else "")
     if url:
-        findings += log_findings(url, wanted)
+        findings += log_findings(url, resolved)
     if config and (run := RunDir(config_file_of(config).parent)).exists():
         findings += config_findings(run)
-    if wanted:
-        findings += context_findings(wanted)
-    rows = [one._asdict() for one in findings]
+    if resolved:
+        findings += context_findings(resolved)
+    rows = [finding._asdict() for finding in findings]
     emit_rows(("state", "what", "detail"), rows, as_json=as_json)
-    if any(one.state == "fail" for one in findings):
+    if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -83,5 +83,5 @@ def config(
         return
     shown = dump_toml(resolved, every=every)
     if not takes_unicode():
-        shown = "".join(one if one.isascii() else toml_escape(one) for one in shown)
+        shown = "".join(char if char.isascii() else toml_escape(char) for char in shown)
     emit_text(shown)

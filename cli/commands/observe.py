@@ -27,7 +27,7 @@ def show(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: list all runs.")
     ] = "",
-    wanted: Annotated[
+    identifier: Annotated[
         str,
         typer.Argument(
             metavar="ID", help="Trajectory (g0000000042-003), group or step; default: the run."
@@ -59,8 +59,8 @@ def show(
     with opened(run, root) as open_run:
         if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
             say(f"differs from the run's configuration: {drift.line}")
-        if wanted:
-            show_id(open_run, wanted, everything=everything, as_json=as_json)
+        if identifier:
+            show_id(open_run, identifier, everything=everything, as_json=as_json)
         else:
             show_run(open_run, as_json=as_json, everything=everything)
 
@@ -109,8 +109,8 @@ def top(
     from dora_pipe.cli.top import watch
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root) as found:
-        watch(found, every, once=once)
+    with opened(run, root) as opened_run:
+        watch(opened_run, every, once=once)
 
 
 def ui(
@@ -150,12 +150,12 @@ def metrics(
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 
-    with opened(run, root) as found:
-        exporter = Exporter(found.topics.run, found.contributions)
+    with opened(run, root) as opened_run:
+        exporter = Exporter(opened_run.topics.run, opened_run.contributions)
         with MetricsServer(exporter, port=port, host=host) as server:
             emit_line(server.address)
             say("Prometheus may scrape it; Ctrl-C ends this")
-            exporter.follow(found.bus, found.topics, SystemClock())
+            exporter.follow(opened_run.bus, opened_run.topics, SystemClock())
 
 
 def sql(

@@ -142,8 +142,8 @@ def sft(
     resolved = load_config(config, override or ())
     check_tokenizer(Path(resolved.model.path))
     may_write_folder(out, force=force)
-    made = steps * batch
-    rows = data_rows(data) if data else demonstrations(resolved, seed=seed, count=made)
+    count = steps * batch
+    rows = data_rows(data) if data else demonstrations(resolved, seed=seed, count=count)
     share_cores()
     options = sft_options(
         resolved,
@@ -187,16 +187,16 @@ def run(
     from dora_pipe.launch.supervisor import RunFailed
 
     load = partial(load_again, root=root) if resume else load_wanted
-    wanted = load(config, override or ())
-    need_parts(wanted)
+    resolved = load(config, override or ())
+    need_parts(resolved)
     if resume:
-        plan = plan_resume(wanted, root, here=True)
+        plan = plan_resume(resolved, root, here=True)
         if plan.over:
             name = plan.config.run.name
             say(f"run {name!r} is finished and cannot be resumed; {plan.over}")
             return
     else:
-        plan = plan_new(wanted, root, parent=from_, with_optimizer=with_optimizer, here=True)
+        plan = plan_new(resolved, root, parent=from_, with_optimizer=with_optimizer, here=True)
     resuming = f"resume it with: {typed('run', plan.directory.path, '--resume', runs=root)}"
     try:
         finished = supervise(replace(plan, adopt=adopt, resumed=resume), verbose=verbose)
@@ -219,12 +219,12 @@ def orchestrator(
     from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.ORCHESTRATOR)
-    wanted = load_wanted(config, override or ())
-    with locked(run_dir(wanted, root), shared=True):
-        if run_dir(wanted, root).exists():
-            plan = plan_resume(wanted, root)
+    resolved = load_wanted(config, override or ())
+    with locked(run_dir(resolved, root), shared=True):
+        if run_dir(resolved, root).exists():
+            plan = plan_resume(resolved, root)
         else:
-            plan = plan_elsewhere(wanted, root) or plan_new(wanted, root)
+            plan = plan_elsewhere(resolved, root) or plan_new(resolved, root)
     with locked(plan.directory, shared=True):
         roles.orchestrator(plan.directory, plan.config, plan.first)
 
@@ -246,15 +246,15 @@ def worker(
 
     check_worker_name(name)
     roles.talk(name)
-    wanted = load_wanted(config, override or ())
-    engine = engine or wanted.workers.engine
-    need_engines([engine], wanted.task.directory)
-    check_engines(wanted, [engine])
-    wanted = local_roles.with_engine(
-        wanted, engine, address=local_roles.worker_address(wanted, name)
+    resolved = load_wanted(config, override or ())
+    engine = engine or resolved.workers.engine
+    need_engines([engine], resolved.task.directory)
+    check_engines(resolved, [engine])
+    resolved = local_roles.with_engine(
+        resolved, engine, address=local_roles.worker_address(resolved, name)
     )
-    show_gpus(wanted, name)
-    roles.worker(run_dir(wanted, root), wanted, name)
+    show_gpus(resolved, name)
+    roles.worker(run_dir(resolved, root), resolved, name)
 
 
 def trainer(
@@ -276,23 +276,23 @@ def trainer(
     from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.TRAINER)
-    wanted = load_wanted(config, override or ())
+    resolved = load_wanted(config, override or ())
     if nodes > 1:
         words = ["trainer", str(config), "--runs", str(root), *(["--adopt"] if adopt else [])]
-        words += [word for one in override or () for word in ("-o", one)]
-        raise typer.Exit(_trainer_node(wanted, words, nodes, node, rendezvous))
-    show_gpus(wanted, local_roles.TRAINER)
-    with locked(run_dir(wanted, root), shared=True):
-        roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
+        words += [word for setting in override or () for word in ("-o", setting)]
+        raise typer.Exit(_trainer_node(resolved, words, nodes, node, rendezvous))
+    show_gpus(resolved, local_roles.TRAINER)
+    with locked(run_dir(resolved, root), shared=True):
+        roles.trainer(run_dir(resolved, root), resolved, adopt=adopt)
 
 
-def _trainer_node(wanted: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
+def _trainer_node(config: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
     """Run one node of a multi-node trainer; return its exit code."""
     from dora_pipe.launch import nodes as launch
 
     this = launch.Node(nodes=nodes, node=node, rendezvous=rendezvous)
-    each = launch.environments(this, launch.ranks_per_node(wanted, this))
-    stop_s = wanted.timing.stop_timeout_s + launch.STOP_GRACE_S
+    each = launch.environments(this, launch.ranks_per_node(config, this))
+    stop_s = config.timing.stop_timeout_s + launch.STOP_GRACE_S
     return launch.run_node(launch.command_of(words), each, stop_s=stop_s)
 
 

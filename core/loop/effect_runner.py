@@ -137,7 +137,7 @@ class EffectRunner:
         """Run or queue an effect; fail it if the queue is full."""
         if not self._in_thread:
             done = run_effect(self._handlers, effect)
-            self._events.extend(one for one in done if one is not None)
+            self._events.extend(event for event in done if event is not None)
             return
         with self._turn:
             full = len(self._asked) >= self._asked_max
@@ -230,4 +230,4 @@ def _logged(what: str, error: Exception) -> Exception:
 
 def _places(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-PLACES_MAX:]
-    return "".join(f"\n  {one.filename}:{one.lineno} in {one.name}" for one in frames)
+    return "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)

@@ -41,7 +41,7 @@ def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool
     must not retry an unknown outcome.
     """
     give_up_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
-    said = ""
+    reported = ""
     while True:
         try:
             return call()
@@ -52,9 +52,9 @@ def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool
             error.waited_out = clock.now_ns() >= give_up_ns
             if unknown or error.waited_out:
                 raise
-            if error.message != said:
+            if error.message != reported:
                 LOG.warning("%s: %s; trying again", what, error.message)
-            said = error.message
+            reported = error.message
             clock.sleep(RETRY_PAUSE_S)
 
 

@@ -43,20 +43,20 @@ def wait_for_run(
     configuration.
     """
     give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
-    said = False
+    reported = False
     while not stop():
-        found = _run_started(bus, topics, clock)
-        if found is not None:
-            found.check_config()
-            return found
+        started = _run_started(bus, topics, clock)
+        if started is not None:
+            started.check_config()
+            return started
         if clock.now_ns() >= give_up_ns:
             raise UsageError(
                 f"run {topics.run} did not start within {RUN_WAIT_S:.0f} s",
                 hint="start it with `dora-pipe run`, or start its orchestrator, on the same bus",
             )
-        if not said:
+        if not reported:
             LOG.info("waiting for run %s to start", topics.run)
-            said = True
+            reported = True
         clock.sleep(POLL_S)
     return None
 
@@ -66,24 +66,25 @@ def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
 
     No record follows that round.
     """
-    at = TopicPartition(topics.decisions, 0)
+    partition = TopicPartition(topics.decisions, 0)
     first = max(
-        retry_bus("looking for the last round", lambda: bus.begin(at), clock), end - LOOK_BACK
+        retry_bus("looking for the last round", lambda: bus.begin(partition), clock),
+        end - LOOK_BACK,
     )
     over = False
-    for record in _records(bus, at, first, end, clock):
+    for record in _records(bus, partition, first, end, clock):
         with suppress(SchemaError):  # foreign record; round readers report it
             decisions = decode_round(record.value).decisions
-            over = over or any(isinstance(one, StopRun) for one in decisions)
+            over = over or any(isinstance(decision, StopRun) for decision in decisions)
     return over
 
 
 def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
-    at = TopicPartition(topics.control, 0)
+    partition = TopicPartition(topics.control, 0)
     if topics.control not in retry_bus("looking for the run", bus.topics, clock):
         return None
-    end = retry_bus("looking for the run", lambda: bus.end(at), clock)
-    with closing(_records(bus, at, 0, end, clock)) as records:
+    end = retry_bus("looking for the run", lambda: bus.end(partition), clock)
+    with closing(_records(bus, partition, 0, end, clock)) as records:
         for record in records:
             if b'"run-started"' in record.value:
                 decoded = decode_control(record.value)
@@ -93,12 +94,12 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
 
 
 def _records(
-    bus: Bus, at: TopicPartition, first: int, end: int, clock: Clock
+    bus: Bus, partition: TopicPartition, first: int, end: int, clock: Clock
 ) -> Generator[Record, None, None]:
-    what = f"reading {at.topic}"
-    with closing(retry_bus(what, lambda: bus.reader({at: first}), clock)) as reader:
+    what = f"reading {partition.topic}"
+    with closing(retry_bus(what, lambda: bus.reader({partition: first}), clock)) as reader:
         yield from records_until(
-            reader, {at: end}, attempt=lambda poll: retry_bus(what, poll, clock)
+            reader, {partition: end}, attempt=lambda poll: retry_bus(what, poll, clock)
         )
 
 
@@ -111,11 +112,13 @@ def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: C
     Call after opening an exclusive writer, before reading to `Bus.end`. Raises BusError, also after
     `HELD_LIMIT_S`.
     """
-    ends = {at: _patient(bus.written_end, at, clock) for at in partitions}
+    ends = {partition: _patient(bus.written_end, partition, clock) for partition in partitions}
     give_up_ns = clock.now_ns() + int(HELD_LIMIT_S * 1e9)
-    said = False
-    while held := [at for at, end in ends.items() if _patient(bus.end, at, clock) < end]:
-        topics = ", ".join(sorted({at.topic for at in held}))
+    reported = False
+    while held := [
+        partition for partition, end in ends.items() if _patient(bus.end, partition, clock) < end
+    ]:
+        topics = ", ".join(sorted({partition.topic for partition in held}))
         if clock.now_ns() >= give_up_ns:
             raise BusError(
                 f"{topics}: acknowledged records cannot be read, because an append before them "
@@ -123,18 +126,18 @@ def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: C
                 hint="`kafka-transactions.sh --bootstrap-server HOST:PORT list` shows open "
                 "transactions; its `abort` ends one",
             )
-        if not said:
+        if not reported:
             LOG.warning(
                 "waiting for the log to end an append that a dead role left open in %s (at most "
                 "%.0f s)",
                 topics,
                 HELD_LIMIT_S,
             )
-            said = True
+            reported = True
         clock.sleep(LOOK_S)
-    if said:
+    if reported:
         LOG.info("all records are readable again")
 
 
-def _patient(ask: Callable[[TopicPartition], int], at: TopicPartition, clock: Clock) -> int:
-    return retry_bus("reading the log's end", lambda: ask(at), clock)
+def _patient(ask: Callable[[TopicPartition], int], partition: TopicPartition, clock: Clock) -> int:
+    return retry_bus("reading the log's end", lambda: ask(partition), clock)

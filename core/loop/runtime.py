@@ -261,9 +261,9 @@ class Runtime:
         if self._kept and now_ns >= self._next_kept_ns:
             self._next_kept_ns = now_ns + KEPT_EVERY_NS
             self._kept.rotate(-1)
-            at = self._kept[-1]
-            begin = partial(self._bus.begin, at)
-            first_kept(at, 0, retry_bus("reading the log's beginning", begin, self._clock))
+            partition = self._kept[-1]
+            begin = partial(self._bus.begin, partition)
+            first_kept(partition, 0, retry_bus("reading the log's beginning", begin, self._clock))
 
     def _pause(self) -> None:
         due_ns = self._due_in_ns()
@@ -280,8 +280,8 @@ class Runtime:
         publish, self._held = self._held, []
         lossy: list[Append] = []
         if self._status is not None:
-            lossy = [one.record for one in publish if one.lossy]
-            publish = [one for one in publish if not one.lossy]
+            lossy = [entry.record for entry in publish if entry.lossy]
+            publish = [entry for entry in publish if not entry.lossy]
         if publish:
             self._append_durably(publish)
         if lossy:
@@ -301,14 +301,14 @@ class Runtime:
         self._untold = untold
 
     def _append_durably(self, publish: list[Publish]) -> None:
-        records = [one.record for one in publish]
+        records = [entry.record for entry in publish]
         with self._meter.spend("bus"):
             append = partial(self._writer.append, records)
             offsets = retry_bus("appending", append, self._clock, exclusive=self._exclusive)
-        for one, offset in zip(publish, offsets, strict=True):
-            if one.tag:
-                at = one.record
+        for entry, offset in zip(publish, offsets, strict=True):
+            if entry.tag:
+                record = entry.record
                 event = Published(
-                    tag=one.tag, topic=at.topic, partition=at.partition, offset=offset
+                    tag=entry.tag, topic=record.topic, partition=record.partition, offset=offset
                 )
                 self._events.append(event)

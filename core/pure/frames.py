@@ -20,16 +20,16 @@ def unframed(buffer: bytearray, bytes_max: int) -> Iterator[bytes]:
 
     Raises ValueError for a length above `bytes_max`, after which the stream is unusable.
     """
-    at = 0
+    offset = 0
     try:
-        while len(buffer) - at >= LENGTH_BYTES:
-            start = at + LENGTH_BYTES
-            size = int.from_bytes(buffer[at:start], "big")
+        while len(buffer) - offset >= LENGTH_BYTES:
+            start = offset + LENGTH_BYTES
+            size = int.from_bytes(buffer[offset:start], "big")
             if size > bytes_max:
                 raise ValueError(f"a frame of {size} bytes")
             if len(buffer) < start + size:
                 break
-            at = start + size
-            yield bytes(buffer[start:at])
+            offset = start + size
+            yield bytes(buffer[start:offset])
     finally:
-        del buffer[:at]
+        del buffer[:offset]

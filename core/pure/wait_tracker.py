@@ -78,7 +78,7 @@ class WaitTracker:
         self._lasted: dict[str, deque[float]] = {}
 
     def update(
-        self, found: Sequence[PendingWait], *, mono_ns: int, wall_ns: int
+        self, pending: Sequence[PendingWait], *, mono_ns: int, wall_ns: int
     ) -> tuple[Wait, ...]:
         """Return the current waits for a status, blocking ones first; log new alarms.
 
@@ -86,13 +86,13 @@ class WaitTracker:
         """
         before, self._open = self._open, {}
         waits = []
-        for one in found:
-            at = (one.name, one.key)
-            began = _began(one, before.get(at), mono_ns, wall_ns)
-            if began is before.get(at):
-                del before[at]
-            self._open[at] = began
-            waits.append(self._wait(one, began, mono_ns))
+        for wait in pending:
+            key = (wait.name, wait.key)
+            began = _began(wait, before.get(key), mono_ns, wall_ns)
+            if began is before.get(key):
+                del before[key]
+            self._open[key] = began
+            waits.append(self._wait(wait, began, mono_ns))
         for (name, _), ended in before.items():
             lasted = self._lasted.setdefault(name, deque(maxlen=LEARNT_MAX))
             lasted.append((mono_ns - ended.mono_ns) / 1e9)
@@ -108,18 +108,18 @@ class WaitTracker:
             return self._limits.work_s
         return max(self._limits.short_s, WORK_FACTOR * max(lasted))
 
-    def _wait(self, one: PendingWait, began: _Open, mono_ns: int) -> Wait:
-        limit_s = self.limit_s(one.name, one.limit)
+    def _wait(self, pending: PendingWait, began: _Open, mono_ns: int) -> Wait:
+        limit_s = self.limit_s(pending.name, pending.limit)
         overdue = limit_s is not None and mono_ns - began.mono_ns > limit_s * 1e9
         wait = Wait(
-            name=one.name,
-            description=one.words,
+            name=pending.name,
+            description=pending.words,
             since_ns=began.wall_ns,
             limit_ms=None if limit_s is None else round(limit_s * 1000),
             overdue=overdue,
-            blocking=one.still,
-            blockers=tuple(one.blockers[:BLOCKERS_MAX]),
-            more=one.more + max(0, len(one.blockers) - BLOCKERS_MAX),
+            blocking=pending.still,
+            blockers=tuple(pending.blockers[:BLOCKERS_MAX]),
+            more=pending.more + max(0, len(pending.blockers) - BLOCKERS_MAX),
         )
         if overdue and not began.said:
             began.said = True
@@ -135,14 +135,18 @@ def alarm_line(role: str, wait: Wait, lasted_s: float) -> str:
 
 
 def _named(wait: Wait) -> str:
-    names = [f"{one.kind} {one.id}" for one in wait.blockers if one.id not in wait.description]
+    names = [
+        f"{blocker.kind} {blocker.id}"
+        for blocker in wait.blockers
+        if blocker.id not in wait.description
+    ]
     if not names:
         return ""
     return ": " + ", ".join(names) + (f" and {wait.more} more" if wait.more else "")
 
 
-def _began(one: PendingWait, before: _Open | None, mono_ns: int, wall_ns: int) -> _Open:
-    since_ns = mono_ns if one.since_ns is None else min(one.since_ns, mono_ns)
-    if before is not None and (one.since_ns is None or before.mono_ns == since_ns):
+def _began(wait: PendingWait, before: _Open | None, mono_ns: int, wall_ns: int) -> _Open:
+    since_ns = mono_ns if wait.since_ns is None else min(wait.since_ns, mono_ns)
+    if before is not None and (wait.since_ns is None or before.mono_ns == since_ns):
         return before
     return _Open(since_ns, wall_ns - (mono_ns - since_ns))

@@ -91,15 +91,15 @@ class JsonEndpoint:
                 allow_redirects=False,
                 stream=True,
             ) as answer:
-                said = self._body(answer, end)
+                content = self._body(answer, end)
                 status = answer.status_code
         except requests.RequestException as error:
             raise EndpointAway(f"{self.where} does not answer: {error}") from None
         if status in _PASSES:
-            raise EndpointAway(f"{self.where} says {status}: {self._shown(said)}")
+            raise EndpointAway(f"{self.where} says {status}: {self._shown(content)}")
         if status != 200:
-            raise EndpointRefused(f"{self.where} answered {status}: {self._shown(said)}")
-        return said
+            raise EndpointRefused(f"{self.where} answered {status}: {self._shown(content)}")
+        return content
 
     def close(self) -> None:
         if self._session is not None:
@@ -134,13 +134,13 @@ class JsonEndpoint:
         return bytes(body)
 
     def _shown(self, body: bytes) -> str:
-        said = body.decode(errors="replace")
-        return quoted(said.replace(self._key, "...") if self._key else said)
+        text = body.decode(errors="replace")
+        return quoted(text.replace(self._key, "...") if self._key else text)
 
 
-def quoted(said: str) -> str:
+def quoted(text: str) -> str:
     """Return the beginning of a text as one line."""
-    return one_line(" ".join(said.split()), _QUOTED)
+    return one_line(" ".join(text.split()), _QUOTED)
 
 
 def variable(where: str, option: str, name: str) -> str:

@@ -54,8 +54,8 @@ def raised_at(error: BaseException) -> str:
 
 def with_place(error: BaseException) -> str:
     """Return the error with its location: ``"rewards.py:12: list index out of range"``."""
-    place = raised_at(error)
-    return f"{place}: {error}" if place else str(error)
+    location = raised_at(error)
+    return f"{location}: {error}" if location else str(error)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -67,9 +67,9 @@ def traceback_of(error: BaseException) -> str:
     return "".join(f"{one_line(line, MESSAGE_CHARACTERS_MAX)}\n" for line in lines)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return ``did you mean `jsonl`?``, or None."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean `{near[0]}`?" if near else None
 
 
@@ -99,7 +99,7 @@ def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigErro
             hint='for instance "rewards:score" for the function `score` of rewards.py',
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except _BROKEN as reason:
         raise error(
             f"{key}: cannot import `{module_name}`: {reason}",
@@ -107,19 +107,19 @@ def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigErro
             " configuration file",
         ) from reason
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(target, part):
+            public = [name for name in vars(target) if not name.startswith("_")]
             raise error(f"{key}: `{module_name}` has no `{attribute}`", hint=nearest(part, public))
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def load_function(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
     """Import a callable. Raises `error`."""
-    found = load_attribute(key, reference, error)
-    if not callable(found):
+    function = load_attribute(key, reference, error)
+    if not callable(function):
         raise error(f"{key}: `{reference}` is not a function")
-    return found
+    return function
 
 
 def source_sha256(reference: str) -> str:

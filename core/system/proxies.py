@@ -14,8 +14,8 @@ def bypass_proxies(*hosts: str) -> None:
 
     Sets both variables, because clients read either.
     """
-    known = [one.strip() for name in _NAMES for one in os.environ.get(name, "").split(",")]
-    everywhere = "*" in known  # some clients accept it only alone
-    hosts = ("*",) if everywhere else (*filter(None, known), *LOOPBACK, *hosts)
+    bypassed = [word.strip() for name in _NAMES for word in os.environ.get(name, "").split(",")]
+    everywhere = "*" in bypassed  # some clients accept it only alone
+    hosts = ("*",) if everywhere else (*filter(None, bypassed), *LOOPBACK, *hosts)
     value = ",".join(dict.fromkeys(hosts))
     os.environ.update(dict.fromkeys(_NAMES, value))

@@ -80,8 +80,8 @@ class Exporter(Collector):
             if stop():
                 return
         self._stats, self._was_read, self._said = stats, True, ""
-        known = stats.contributed
-        if stats.commit is not None and (known is None or known.step != stats.commit.step):
+        counted = stats.contributed
+        if stats.commit is not None and (counted is None or counted.step != stats.commit.step):
             rows = self._rows(stats.commit.contributions.sha256)
             stats.contributed = contributed(stats.commit.step, rows)
         self.families = families(METRICS, stats)

@@ -65,13 +65,13 @@ class Metric:
         return family
 
     def _samples(self, stats: RunStats) -> Iterator[tuple[tuple[str, ...], Any]]:
-        found = self.read(stats)
-        if isinstance(found, Mapping):
-            for key, value in sorted(found.items()):
+        samples = self.read(stats)
+        if isinstance(samples, Mapping):
+            for key, value in sorted(samples.items()):
                 own = key if isinstance(key, tuple) else (key,)
                 yield (stats.run, *map(str, own)), value
-        elif found is not None:
-            yield (stats.run,), found
+        elif samples is not None:
+            yield (stats.run,), samples
 
 
 def _bound(top: float) -> str:

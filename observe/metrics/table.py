@@ -49,14 +49,14 @@ def _queued(stats: RunStats) -> float | None:
 
 def _waits(stats: RunStats) -> Samples:
     """Return the wait of each role; 0 for a role that works."""
-    found: dict[tuple[str, str, str], float] = {}
+    samples: dict[tuple[str, str, str], float] = {}
     for role, status in {} if stats.over else stats.heard.items():
-        wait = next((one for one in status.waits if one.blocking), None)
+        wait = next((wait for wait in status.waits if wait.blocking), None)
         if wait is None:
-            found[role, "", ""] = 0
+            samples[role, "", ""] = 0
         else:
-            found[role, wait.name, _blocker(wait)] = max(0, status.at_ns - wait.since_ns) / 1e9
-    return found
+            samples[role, wait.name, _blocker(wait)] = max(0, status.at_ns - wait.since_ns) / 1e9
+    return samples
 
 
 def _blocker(wait: Wait) -> str:
@@ -67,13 +67,13 @@ def _blocker(wait: Wait) -> str:
 
 
 def _cpu(stats: RunStats) -> Samples:
-    found: dict[tuple[str, str], float] = {}
+    samples: dict[tuple[str, str], float] = {}
     for role, status in stats.heard.items():
         cost = status.cost
         parts = {"bus": cost.bus_s, "codec": cost.codec_s, "control": cost.control_s}
         parts["other"] = max(0.0, cost.total_s - sum(parts.values()))
-        found |= {(role, part): seconds for part, seconds in parts.items()}
-    return found
+        samples |= {(role, part): seconds for part, seconds in parts.items()}
+    return samples
 
 
 def _open_groups(stats: RunStats) -> Samples:
@@ -93,25 +93,25 @@ def _workers(stats: RunStats) -> Samples:
 
 
 def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
-    return ((one.name, one.status) for one in stats.present() if one.status is not None)
+    return ((worker.name, worker.status) for worker in stats.present() if worker.status is not None)
 
 
 def _episodes(stats: RunStats) -> Samples:
     return {
         (name, recovery): count
-        for name, one in stats.workers.items()
+        for name, worker in stats.workers.items()
         for recovery, count in (
-            ("restarted", one.counts.restarted),
-            ("replayed", one.counts.replayed),
+            ("restarted", worker.counts.restarted),
+            ("replayed", worker.counts.replayed),
         )
     }
 
 
 def _of_places(value: Callable[[FailingServer], float]) -> Callable[[RunStats], Samples]:
     return lambda stats: {
-        (name, one.task, one.url or HERE): value(one)
+        (name, server.task, server.url or HERE): value(server)
         for name, status in _heard(stats)
-        for one in status.failing
+        for server in status.failing
     }
 
 
@@ -288,17 +288,17 @@ WORKERS: Final = (
         "task_server_failures{worker,task,server}",
         "Consecutive failures of a task server (`here`: local processes). No sample once it "
         "answers.",
-        _of_places(lambda one: one.failures),
+        _of_places(lambda server: server.failures),
     ),
     gauge(
         "task_server_attempts{worker,task,server}",
         "Processes or connections started since the first of these failures.",
-        _of_places(lambda one: one.tries),
+        _of_places(lambda server: server.tries),
     ),
     gauge(
         "task_server_suspended{worker,task,server}",
         "1 while the server is in back-off, 0 while one process probes it.",
-        _of_places(lambda one: float(one.suspended)),
+        _of_places(lambda server: float(server.suspended)),
     ),
     counter(
         "workers_lost_total{reason}",

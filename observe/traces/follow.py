@@ -156,8 +156,8 @@ class TraceSender:
             self._said = why
 
     def _is_over(self) -> bool:
-        at = TopicPartition(self._topics.decisions, 0)
+        partition = TopicPartition(self._topics.decisions, 0)
         try:
-            return run_is_over(self._bus, self._topics, self._bus.end(at), self._clock)
+            return run_is_over(self._bus, self._topics, self._bus.end(partition), self._clock)
         except BusError:
             return False

@@ -131,14 +131,14 @@ class HttpSink:
             message = f"no answer from {self.address}"
             hint = "is a collector listening there? OTLP over HTTP is port 4318 as a rule"
             return NotTaken(message, hint=hint, taken=taken)
-        said = f"{answer.status_code} {answer.reason or ''}".strip()
+        status = f"{answer.status_code} {answer.reason or ''}".strip()
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             hint = "OTEL_EXPORTER_OTLP_HEADERS holds the headers it requires"
         elif answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             hint = "later, the same command continues where this one ended"
         else:
             hint = "is that an OTLP endpoint? an address without a path gets /v1/traces"
-        return NotTaken(f"{self.address} does not take traces ({said})", hint=hint, taken=taken)
+        return NotTaken(f"{self.address} does not take traces ({status})", hint=hint, taken=taken)
 
 
 class FileSink:
@@ -178,23 +178,23 @@ def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
     scope = InstrumentationScope(SCOPE)
     return [
         ReadableSpan(
-            name=one.stage,
-            context=_context(one.trace_id, one.span_id),
-            parent=_context(one.trace_id, one.parent_id) if one.parent_id else None,
+            name=span.stage,
+            context=_context(span.trace_id, span.span_id),
+            parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
             resource=resource,
-            attributes=one.attributes,
-            events=[SdkEvent(event.name, event.attributes, event.at_ns) for event in one.events],
+            attributes=span.attributes,
+            events=[SdkEvent(event.name, event.attributes, event.at_ns) for event in span.events],
             links=[
                 SdkLink(_context(link.trace_id, link.span_id, remote=True), link.attributes)
-                for link in one.links
+                for link in span.links
             ],
-            kind=SpanKind[one.kind.upper()],
-            status=Status(StatusCode.ERROR, one.error) if one.error else Status(),
-            start_time=one.start_ns,
-            end_time=one.end_ns,
+            kind=SpanKind[span.kind.upper()],
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=span.start_ns,
+            end_time=span.end_ns,
             instrumentation_scope=scope,
         )
-        for one in spans
+        for span in spans
     ]
 
 
@@ -202,12 +202,12 @@ def pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Split spans into requests of bounded size."""
     few: list[Span] = []
     links = 0
-    for one in spans:
-        if few and (len(few) >= SPANS_MAX or links + len(one.links) > LINKS_MAX):
+    for span in spans:
+        if few and (len(few) >= SPANS_MAX or links + len(span.links) > LINKS_MAX):
             yield few
             few, links = [], 0
-        few.append(one)
-        links += len(one.links)
+        few.append(span)
+        links += len(span.links)
     if few:
         yield few
 

@@ -112,9 +112,9 @@ class SpanBuilder:
         """Add a span and return its id. None and empty attributes are omitted."""
         name = span_id(self.trace, stage, *about)
         given = attributes.items()
-        known = {key: value for key, value in given if value is not None and value != ""}
+        present = {key: value for key, value in given if value is not None and value != ""}
         if error:
-            known[names.ERROR] = error_type or "error"
+            present[names.ERROR] = error_type or "error"
         self.spans.append(
             Span(
                 stage=stage,
@@ -123,7 +123,7 @@ class SpanBuilder:
                 parent_id=parent,
                 start_ns=times[0],
                 end_ns=times[1],
-                attributes=known,
+                attributes=present,
                 events=events,
                 links=links,
                 error=error,

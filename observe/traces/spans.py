@@ -64,9 +64,9 @@ def content_of(trajectory: Described) -> Content:
         moves=meta.migrations,
         reward_error=meta.reward_error or "",
         error=meta.error or "",
-        starts=tuple(one.start for one in meta.contexts),
+        starts=tuple(context.start for context in meta.contexts),
         calls=tuple(call_rows(trajectory)),
-        called=tuple(one.start for one in meta.calls),
+        called=tuple(call.start for call in meta.calls),
     )
 
 
@@ -90,7 +90,7 @@ class _Sample:
     def spans(self, parent: str) -> Cursor:
         """Add all spans, the trajectory's own first; return the end."""
         request, cursor, began_ns = self._request, self._cursor, self._cursor.at_ns
-        place = len(self._builder.spans)
+        index = len(self._builder.spans)
         for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
             self._queued(attempt)
             cursor.limit_ns = self._known_ns if following is None else following.scheduled_ns
@@ -105,7 +105,7 @@ class _Sample:
             names.MIGRATIONS: None if content is None else content.moves,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,
-            names.OUTCOME: self._left,
+            names.OUTCOME: self._unawaited_outcome,
         }
         times = began_ns, cursor.at_ns
         self._builder.add(
@@ -117,16 +117,16 @@ class _Sample:
             error=self._why(),
             error_type="failed",
         )
-        self._builder.spans.insert(place, self._builder.spans.pop())
+        self._builder.spans.insert(index, self._builder.spans.pop())
         return cursor
 
     @property
-    def _left(self) -> SampleOutcome | None:
+    def _unawaited_outcome(self) -> SampleOutcome | None:
         """Return the outcome of a trajectory that its group did not wait for."""
         return self._ended.group.left.get(parse_trajectory_id(self._request.trajectory)[2])
 
     def _why(self) -> str:
-        if self._left is not None:
+        if self._unawaited_outcome is not None:
             return ""
         if self._request.logged is None:
             open_yet = self._ended.outcome == "open"
@@ -199,11 +199,13 @@ class _Sample:
     def _result_attributes(self, attempt: Attempt, segments: list[Segment]) -> Attributes:
         content = self._content
         logged = self._request.logged if attempt.outcome == "logged" else None
-        sampled = sum(one.end - one.start for one in segments if one.kind == "model")
-        whole = None if logged is None else logged.tokens
+        sampled = sum(
+            segment.end - segment.start for segment in segments if segment.kind == "model"
+        )
+        total = None if logged is None else logged.tokens
         return {
             names.INPUT: None if content is None else content.prompt_tokens,
-            names.OUTPUT: whole if content is None else sampled,
+            names.OUTPUT: total if content is None else sampled,
             names.FINISH: None if logged is None else (logged.finish,),
             names.ATTEMPT: attempt.attempt,
             names.RESUMED: attempt.resumed or None,
@@ -220,7 +222,7 @@ class _Sample:
         about: tuple[str, int],
         attempt: Attempt,
     ) -> None:
-        began = next((one.start_ns for one in segments if one.kind == "model"), None)
+        began = next((segment.start_ns for segment in segments if segment.kind == "model"), None)
         if began is not None:
             at_ns = within(began, times)
             attrs: Attributes = {
@@ -229,21 +231,21 @@ class _Sample:
             }
             self._builder.add("slot", parent, (times[0], at_ns), attrs, *about)
         self._called(segments, parent, times, about)
-        for place, one in enumerate(segments):
+        for index, segment in enumerate(segments):
             # A progress record of a lost attempt has only the start of its tokens.
-            ends_ns = one.end_ns if one.end_ns > one.start_ns else times[1]
-            span = within(one.start_ns, times), within(ends_ns, times)
-            attrs = {names.TURN: one.turn, names.TOKENS: one.end - one.start}
-            attrs[names.CONTEXT] = self._segments.context_of(one)
-            if one.kind == "model":
-                attrs[names.VERSION] = one.version
-                self._builder.add("sampled", parent, span, attrs, *about, place)
+            ends_ns = segment.end_ns if segment.end_ns > segment.start_ns else times[1]
+            span = within(segment.start_ns, times), within(ends_ns, times)
+            attrs = {names.TURN: segment.turn, names.TOKENS: segment.end - segment.start}
+            attrs[names.CONTEXT] = self._segments.context_of(segment)
+            if segment.kind == "model":
+                attrs[names.VERSION] = segment.version
+                self._builder.add("sampled", parent, span, attrs, *about, index)
                 continue
-            attrs[names.OK] = one.ok
-            if one.kind == "tool":
-                attrs |= {names.OPERATION: "execute_tool", names.TOOL: one.tool}
-            error = "" if one.ok else f"the {one.kind} failed"
-            self._builder.add(one.kind, parent, span, attrs, *about, place, error=error)
+            attrs[names.OK] = segment.ok
+            if segment.kind == "tool":
+                attrs |= {names.OPERATION: "execute_tool", names.TOOL: segment.tool}
+            error = "" if segment.ok else f"the {segment.kind} failed"
+            self._builder.add(segment.kind, parent, span, attrs, *about, index, error=error)
 
     def _called(
         self, segments: list[Segment], parent: str, times: tuple[int, int], about: tuple[str, int]
@@ -251,23 +253,23 @@ class _Sample:
         content = self._content
         if content is None or not content.calls:
             return
-        sampled = {one.start for one in segments if one.kind == "model"}
-        for start, one in zip(content.called, content.calls, strict=True):
+        sampled = {segment.start for segment in segments if segment.kind == "model"}
+        for start, call in zip(content.called, content.calls, strict=True):
             if start not in sampled:
                 continue
             attrs: Attributes = {
                 names.OPERATION: "chat",
-                names.CALLER: one.caller,
-                names.CALL: one.call,
-                names.CONTEXT: one.context,
-                names.API: one.api,
-                names.IDLE: one.idle_ns / 1e9,
-                names.INPUT: one.prompt_tokens,
-                names.OUTPUT: one.tokens,
-                names.FINISH: (one.finish,),
+                names.CALLER: call.caller,
+                names.CALL: call.call,
+                names.CONTEXT: call.context,
+                names.API: call.api,
+                names.IDLE: call.idle_ns / 1e9,
+                names.INPUT: call.prompt_tokens,
+                names.OUTPUT: call.tokens,
+                names.FINISH: (call.finish,),
             }
-            span = within(one.asked_ns, times), within(one.answered_ns, times)
-            self._builder.add("chat", parent, span, attrs, *about, one.call)
+            span = within(call.asked_ns, times), within(call.answered_ns, times)
+            self._builder.add("chat", parent, span, attrs, *about, call.call)
 
     def _published(self, logged: TrajectoryLogged) -> None:
         content = self._content
@@ -300,28 +302,30 @@ class _Segments:
 
     def __init__(self, content: Content | None) -> None:
         self.content = content
-        self._left = [] if content is None else [s for s in content.segments if s.kind != "prompt"]
+        self._pending = (
+            [] if content is None else [s for s in content.segments if s.kind != "prompt"]
+        )
         if content is not None and content.starts:
             # They are ordered by context, but attempts are told apart by time.
-            self._left.sort(key=lambda one: one.start_ns)
+            self._pending.sort(key=lambda segment: segment.start_ns)
         self._first_ns = None if content is None else content.times.first_token
 
     def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
         """Return the segments of an attempt, up to its worker's last; the last attempt takes the
         rest."""
         if attempt.outcome == "logged":
-            found, self._left = self._left, []
-            return found
+            taken, self._pending = self._pending, []
+            return taken
         upto = 0
-        for place, one in enumerate(self._left):
-            if one.kind == "model" and (
-                one.incarnation != attempt.incarnation or one.start_ns > until_ns
+        for index, segment in enumerate(self._pending):
+            if segment.kind == "model" and (
+                segment.incarnation != attempt.incarnation or segment.start_ns > until_ns
             ):
                 break
-            if one.kind == "model":
-                upto = place + 1
-        found, self._left = self._left[:upto], self._left[upto:]
-        return found
+            if segment.kind == "model":
+                upto = index + 1
+        taken, self._pending = self._pending[:upto], self._pending[upto:]
+        return taken
 
     def context_of(self, segment: Segment) -> int | None:
         starts = () if self.content is None else self.content.starts
@@ -331,21 +335,21 @@ class _Segments:
         """Return the time of the first token if before `until_ns`; only once."""
         if self._first_ns is None or self._first_ns > until_ns:
             return None
-        found, self._first_ns = self._first_ns, None
-        return found
+        first_ns, self._first_ns = self._first_ns, None
+        return first_ns
 
 
 def _events(attempt: Attempt, first_ns: int | None) -> tuple[Event, ...]:
-    found = []
+    events = []
     if first_ns is not None:
-        found.append(Event("first token", first_ns))
+        events.append(Event("first token", first_ns))
     if attempt.migration_ns:
         attrs: dict[str, Value] = {
             names.MIGRATED_TO: attempt.migration_target,
             names.REASON: attempt.migration_reason,
         }
-        found.append(Event("migration requested", attempt.migration_ns, attrs))
-    return tuple(sorted(found, key=lambda one: one.at_ns))
+        events.append(Event("migration requested", attempt.migration_ns, attrs))
+    return tuple(sorted(events, key=lambda event: event.at_ns))
 
 
 def _float(value: Any) -> float | None:
@@ -426,8 +430,8 @@ class _Group:
             names.ROUND: group.round,
             names.REASON: group.reason,
         }
-        at = group.dispatched_ns, group.dispatched_ns
-        self.builder.add("dispatched", self.root, at, attrs)
+        times = group.dispatched_ns, group.dispatched_ns
+        self.builder.add("dispatched", self.root, times, attrs)
 
     def _samples(self) -> tuple[dict[str, int], int]:
         """Return the publication time by trajectory, and the clock skew."""
@@ -457,13 +461,13 @@ class _Group:
         }
         part = batch.taken_of(self.spec.group)
         last = ended.batch_last if part is None else part.last
-        others = last is not None and last.group != self.spec.group
+        other_group = last is not None and last.group != self.spec.group
         attrs = (
             self.builder.message("take", "receive", Topics(self.builder.run.key.run).trajectories)
             | shared
         )
         attrs[names.REASON] = batch.take.reason if part is None else part.reason
-        attrs[names.WAITED_FOR] = _on(last) if last is not None and others else None
+        attrs[names.WAITED_FOR] = _on(last) if last is not None and other_group else None
         self.builder.add(
             "selected", self.root, cursor.to(batch.taken_ns_of(self.spec.group)), attrs
         )
@@ -484,7 +488,7 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
     ends_ns = max(began_ns, fact.at_ns)
     attrs = builder.message("train", "process", Topics(run.key.run).trajectories)
     attrs |= {
-        names.COUNT: sum(len(one.trajectories) for one in fact.groups),
+        names.COUNT: sum(len(group.trajectories) for group in fact.groups),
         names.STEP: fact.step,
         names.ATTEMPT: fact.attempt,
         names.GROUPS: len(fact.groups),
@@ -496,11 +500,13 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
     attrs |= {figure + name: value for name, value in sorted(fact.metrics.items())}
     links = tuple(
         Link(
-            trace, span_id(trace, "trajectory", one.trajectory), {names.TRAJECTORY: one.trajectory}
+            trace,
+            span_id(trace, "trajectory", trajectory.trajectory),
+            {names.TRAJECTORY: trajectory.trajectory},
         )
         for taken in fact.groups
         for trace in [group_trace(run.key, taken.group)]
-        for one in taken.trajectories
+        for trajectory in taken.trajectories
     )
     builder.add("step", "", (began_ns, ends_ns), attrs, links=links)
     cursor = Cursor(began_ns, ends_ns)
@@ -514,23 +520,23 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
 
 def _parts(builder: SpanBuilder, root: str, cursor: Cursor, ended: StepEnded) -> None:
     results = {group.spec.group: group.results for group in ended.groups}
-    for one in ended.parts:
-        taken = one.taken
-        waited = cursor.to(one.begun_ns)
+    for part in ended.parts:
+        taken = part.taken
+        waited = cursor.to(part.begun_ns)
         if waited[0] < waited[1]:
-            attrs: Attributes = {names.PART: one.part, names.WAITED_FOR: _on(taken.last)}
-            builder.add("batch_wait", root, waited, attrs, one.part)
-        if one.seconds is None:
+            attrs: Attributes = {names.PART: part.part, names.WAITED_FOR: _on(taken.last)}
+            builder.add("batch_wait", root, waited, attrs, part.part)
+        if part.seconds is None:
             continue
         records = [record for name in taken.groups for record in results.get(name, ())]
         attrs = {
-            names.PART: one.part,
+            names.PART: part.part,
             names.GROUPS: len(taken.groups),
             names.COUNT: len(records),
             names.OUTPUT: sum(record.tokens for record in records),
             names.REASON: taken.reason,
         }
-        builder.add("part", root, cursor.to(one.ended_ns), attrs, one.part)
+        builder.add("part", root, cursor.to(part.ended_ns), attrs, part.part)
 
 
 def _on(logged: TrajectoryLogged | None) -> str | None:

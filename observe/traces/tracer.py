@@ -197,24 +197,28 @@ class Tracer:
             if isinstance(event, GroupEnded)
             for logged in event.group.results
         }
-        found: dict[str, Content] = {}
-        for record in self._records(RecordPlace(*at) for at in named):
+        contents: dict[str, Content] = {}
+        for record in self._records(RecordPlace(*location) for location in named):
             logged = named.pop((record.partition, record.offset), None)
             if logged is not None and self.damage.is_sound(record, logged):
                 with suppress(SchemaError):  # reported by audit
                     value = view_trajectory(record.value)
-                    known = fingerprint_of(record, value_of=value.trajectory)
-                    if value.trajectory == logged.trajectory or self.damage.is_sound(known, logged):
-                        found[logged.trajectory] = content_of(value)
+                    fingerprint = fingerprint_of(record, value_of=value.trajectory)
+                    if value.trajectory == logged.trajectory or self.damage.is_sound(
+                        fingerprint, logged
+                    ):
+                        contents[logged.trajectory] = content_of(value)
         self.damage.look_for_the_rest(named)
-        return found
+        return contents
 
     def _records(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
         for stretch in stretches(places, GAP):
             (partition, first), (_, last) = stretch[0], stretch[-1]
-            at = TopicPartition(self._topics.trajectories, partition)
-            if at not in self._readers:
-                self._readers[at] = self._bus.reader({at: first})
-            reader = self._readers[at]
-            reader.seek(at, first)
-            yield from records_until(reader, {at: min(last + 1, self._bus.end(at))})
+            topic_partition = TopicPartition(self._topics.trajectories, partition)
+            if topic_partition not in self._readers:
+                self._readers[topic_partition] = self._bus.reader({topic_partition: first})
+            reader = self._readers[topic_partition]
+            reader.seek(topic_partition, first)
+            yield from records_until(
+                reader, {topic_partition: min(last + 1, self._bus.end(topic_partition))}
+            )

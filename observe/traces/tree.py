@@ -20,31 +20,31 @@ def rows(spans: Sequence[Span], *, origin_ns: int | None = None) -> list[Row]:
     `after_s` counts from `origin_ns` (default: the root's start).
     """
     children: dict[str, list[Span]] = {}
-    for one in spans:
-        children.setdefault(one.parent_id, []).append(one)
+    for span in spans:
+        children.setdefault(span.parent_id, []).append(span)
     roots = children.get("", [])
     if origin_ns is None:
-        origin_ns = min((one.start_ns for one in roots), default=0)
-    found: list[Row] = []
+        origin_ns = min((root.start_ns for root in roots), default=0)
+    rows: list[Row] = []
     for root in roots:
-        found += _below(root, 0, children, origin_ns)
-    return found
+        rows += _below(root, 0, children, origin_ns)
+    return rows
 
 
 def branch(spans: Sequence[Span], trajectory: str) -> list[Span]:
     """Return a group's spans without those of its other trajectories."""
-    others = {
-        one.span_id
-        for one in spans
-        if one.stage == "trajectory" and one.attributes[names.TRAJECTORY] != trajectory
+    excluded = {
+        span.span_id
+        for span in spans
+        if span.stage == "trajectory" and span.attributes[names.TRAJECTORY] != trajectory
     }
-    found = []
-    for one in spans:  # parents come first
-        if one.parent_id in others or one.span_id in others:
-            others.add(one.span_id)
+    selected = []
+    for span in spans:  # parents come first
+        if span.parent_id in excluded or span.span_id in excluded:
+            excluded.add(span.span_id)
         else:
-            found.append(one)
-    return found
+            selected.append(span)
+    return selected
 
 
 def row(span: Span, level: int, origin_ns: int) -> Row:
@@ -63,13 +63,13 @@ def row(span: Span, level: int, origin_ns: int) -> Row:
 
 
 def draw(
-    found: Sequence[Mapping[str, Any]], *, plain: bool = False
+    rows: Sequence[Mapping[str, Any]], *, plain: bool = False
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield rows as `COLUMNS` with tree lines; `plain` means ASCII."""
-    lines = stems([one["level"] for one in found], plain=plain)
-    for stem, one in zip(lines, found, strict=True):
-        text = f"{stem}{one['stage']}"
-        yield text, f"{one['after_s']:.3f}", f"{one['lasted_s']:.3f}", one["what"]
+    lines = stems([row["level"] for row in rows], plain=plain)
+    for stem, cells in zip(lines, rows, strict=True):
+        text = f"{stem}{cells['stage']}"
+        yield text, f"{cells['after_s']:.3f}", f"{cells['lasted_s']:.3f}", cells["what"]
 
 
 def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
@@ -78,14 +78,16 @@ def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
     Example: ``list(stems([0, 1, 1])) == ["", "├─ ", "└─ "]``.
     """
     down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
-    for at, level in enumerate(levels):
-        above = (down if _goes_on(levels, at, one) else "   " for one in range(1, level))
-        own = branch_ if _goes_on(levels, at, level) else corner
+    for index, level in enumerate(levels):
+        above = (down if _goes_on(levels, index, column) else "   " for column in range(1, level))
+        own = branch_ if _goes_on(levels, index, level) else corner
         yield "".join((*above, own)) if level else ""
 
 
-def _goes_on(levels: Sequence[int], at: int, level: int) -> bool:
-    return next((one for one in levels[at + 1 :] if one <= level), -1) == level
+def _goes_on(levels: Sequence[int], index: int, level: int) -> bool:
+    return (
+        next((next_level for next_level in levels[index + 1 :] if next_level <= level), -1) == level
+    )
 
 
 def _below(
@@ -93,8 +95,8 @@ def _below(
 ) -> Iterator[Row]:
     yield row(span, level, origin_ns)
     # The sort is stable: equal times keep the order of stages.
-    for one in sorted(children.get(span.span_id, []), key=lambda one: one.start_ns):
-        yield from _below(one, level + 1, children, origin_ns)
+    for child in sorted(children.get(span.span_id, []), key=lambda child: child.start_ns):
+        yield from _below(child, level + 1, children, origin_ns)
 
 
 Attributes = Mapping[str, Value]
@@ -178,9 +180,9 @@ _WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ..
 
 
 def _words(span: Span) -> Iterator[str]:
-    for one in _WORDS.get(span.stage, ()):
-        if callable(one):
-            yield from one(span.attributes)
+    for template in _WORDS.get(span.stage, ()):
+        if callable(template):
+            yield from template(span.attributes)
         else:
             with suppress(KeyError):
-                yield one % span.attributes
+                yield template % span.attributes

@@ -118,12 +118,12 @@ class TensorBoardTracker(Tracker):
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open_files.callback(os.close, _locked(self._path))
-            known = Checkpoint(self._path / RUN_ID)
-            if (known.read() or run.id) != run.id:
+            checkpoint = Checkpoint(self._path / RUN_ID)
+            if (checkpoint.read() or run.id) != run.id:
                 raise UsageError(
                     f"{self._path} holds another run", hint="choose another folder, or remove it"
                 )
-            known.write(run.id)
+            checkpoint.write(run.id)
             for file in self._path.glob(EVENTS):
                 file.unlink()
             self._writer = self._events.EventsWriter(str(self._path / "events"))
@@ -137,7 +137,7 @@ class TensorBoardTracker(Tracker):
 
     def _write(self, step: int, metrics: Mapping[str, float], at_ns: int) -> None:
         value = self._summary.Summary.Value
-        values = [value(tag=name, simple_value=one) for name, one in sorted(metrics.items())]
+        values = [value(tag=name, simple_value=metric) for name, metric in sorted(metrics.items())]
         summary = self._summary.Summary(value=values)
         self._add(wall_time=at_ns / 1e9, step=step, summary=summary)
 

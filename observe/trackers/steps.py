@@ -153,7 +153,9 @@ class FigureStats(RunStats):
         present = self.account.present()
         return {
             "workers/present": float(len(present)),
-            "workers/versions": float(len({one.served for one in present if one.served >= 0})),
+            "workers/versions": float(
+                len({worker.served for worker in present if worker.served >= 0})
+            ),
             "workers/lost": float(sum(self.lost.values())),
         }
 
@@ -163,62 +165,62 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, float]:
     if not results:
         return {}
     valid = rewards_of(results)
-    outside = sum(error_class(one.error) in INFRASTRUCTURE for one in results)
-    found: dict[str, float] = {
-        "reward/raw": math.fsum(one / len(results) for one in valid),
+    outside = sum(error_class(result.error) in INFRASTRUCTURE for result in results)
+    metrics: dict[str, float] = {
+        "reward/raw": math.fsum(reward / len(results) for reward in valid),
         "reward/invalid": 1 - len(valid) / len(results),
         "reward/infrastructure": outside / len(results),
     }
-    found |= {f"reward/task/{name}": value for name, value in step.task_rewards}
-    found |= {
+    metrics |= {f"reward/task/{name}": value for name, value in step.task_rewards}
+    metrics |= {
         f"reward/part/{task and task + '/'}{name}": value
         for task, parts in step.parts.items()
         for name, value in parts.items()
     }
-    return found if step.reward is None else {"reward/valid": step.reward, **found}
+    return metrics if step.reward is None else {"reward/valid": step.reward, **metrics}
 
 
 def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, float]:
     """Return counts by fault and by error class seen so far."""
-    found: dict[str, float] = {
+    metrics: dict[str, float] = {
         f"invalid/{fault}": float(sum(of.values())) for fault, of in by_fault(new).items()
     }
-    return found | {f"invalid/{fault_of(name)}/{name}": float(new[name]) for name in sorted(ever)}
+    return metrics | {f"invalid/{fault_of(name)}/{name}": float(new[name]) for name in sorted(ever)}
 
 
 def _staleness(step: StepStats, bound: int | None) -> dict[str, float]:
-    found: dict[str, float] = {} if bound is None else {"staleness/bound": float(bound)}
+    metrics: dict[str, float] = {} if bound is None else {"staleness/bound": float(bound)}
     groups = sum(count for _, count in step.staleness)
     if groups:
-        found |= {f"staleness/groups_{value}": float(count) for value, count in step.staleness}
-        found["staleness/mean"] = sum(value * count for value, count in step.staleness) / groups
-        found["staleness/max"] = float(step.staleness[-1][0])
-    return found
+        metrics |= {f"staleness/groups_{value}": float(count) for value, count in step.staleness}
+        metrics["staleness/mean"] = sum(value * count for value, count in step.staleness) / groups
+        metrics["staleness/max"] = float(step.staleness[-1][0])
+    return metrics
 
 
-def _ratios(known: Contributed) -> dict[str, float]:
-    found: dict[str, float] = {
-        f"ratio/mismatch_staleness_{staleness}": value for staleness, value in known.mismatch
+def _ratios(contributed: Contributed) -> dict[str, float]:
+    metrics: dict[str, float] = {
+        f"ratio/mismatch_staleness_{staleness}": value for staleness, value in contributed.mismatch
     }
-    if known.effective is not None:
-        found["ratio/effective_sample_ratio"] = known.effective
-    return found
+    if contributed.effective is not None:
+        metrics["ratio/effective_sample_ratio"] = contributed.effective
+    return metrics
 
 
 def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float]:
-    found: dict[str, float] = {
+    metrics: dict[str, float] = {
         "time/trainer_waited_s": step.waited_s,
         "time/training_s": step.training_s,
         "time/compute_s": ended.fact.compute_s,
     }
     if ended.fact.parts:
-        found["time/early_s"] = step.early_s
-        found["time/early_share"] = ahead_share(step.early_s, step.training_s)
+        metrics["time/early_s"] = step.early_s
+        metrics["time/early_share"] = ahead_share(step.early_s, step.training_s)
     if step.seconds is None or step.seconds <= 0:
-        return found
+        return metrics
     trajectories = sum(len(group.trajectories) for group in ended.fact.groups)
     return {
-        **found,
+        **metrics,
         "time/step_s": step.seconds,
         "throughput/trained_tokens_per_s": step.tokens / step.seconds,
         "throughput/trained_trajectories_per_s": trajectories / step.seconds,

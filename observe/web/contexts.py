@@ -18,44 +18,48 @@ CALL_COLUMNS: Final = (
 )
 
 
-def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict[str, Any] | None:
+def tree_of(
+    trajectory: Trajectory, printable: Callable[[str | None], str | None]
+) -> dict[str, Any] | None:
     """Return contexts and calls of a record; None for one context without calls.
 
     `contexts`: [parent or null, shared tokens, start, end]; `shared`: stretches of the record that
     each begins with. Calls are in ms after placement. `said` returns texts that may be shown.
     """
-    meta = found.meta
+    meta = trajectory.meta
     if not meta.contexts and not meta.calls:
         return None
-    parents = [(None, 0), *((one.parent, one.shared) for one in meta.contexts)]
-    places = bounds(meta.contexts, found.length)
+    parents = [(None, 0), *((context.parent, context.shared) for context in meta.contexts)]
+    places = bounds(meta.contexts, trajectory.length)
     return {
         "contexts": [
-            [None if parent == -1 else parent, shared, *place]
-            for (parent, shared), place in zip(parents, places, strict=True)
+            [None if parent == -1 else parent, shared, *span]
+            for (parent, shared), span in zip(parents, places, strict=True)
         ],
         "shared": [
-            pieces(meta.contexts, number, found.length)[:-1] for number in range(len(places))
+            pieces(meta.contexts, number, trajectory.length)[:-1] for number in range(len(places))
         ],
-        "starts": [one.start for one in meta.calls],
-        "calls": {"columns": list(CALL_COLUMNS), "rows": list(_rows(found, said))},
+        "starts": [call.start for call in meta.calls],
+        "calls": {"columns": list(CALL_COLUMNS), "rows": list(_rows(trajectory, printable))},
     }
 
 
-def _rows(found: Trajectory, said: Callable[[str | None], str | None]) -> Iterator[list[Any]]:
-    scheduled_ns = found.meta.times.scheduled
-    for one in call_rows(found):
+def _rows(
+    trajectory: Trajectory, printable: Callable[[str | None], str | None]
+) -> Iterator[list[Any]]:
+    scheduled_ns = trajectory.meta.times.scheduled
+    for row in call_rows(trajectory):
         yield [
-            one.call,
-            one.context,
-            said(one.caller),
-            one.api or None,
-            short((one.asked_ns - scheduled_ns) / MS, 6),
-            short((one.answered_ns - one.asked_ns) / MS, 6),
-            short(one.idle_ns / MS, 6),
-            one.prompt_tokens,
-            one.tokens,
-            one.finish,
-            one.occurrence,
-            said(one.ignored_settings),
+            row.call,
+            row.context,
+            printable(row.caller),
+            row.api or None,
+            short((row.asked_ns - scheduled_ns) / MS, 6),
+            short((row.answered_ns - row.asked_ns) / MS, 6),
+            short(row.idle_ns / MS, 6),
+            row.prompt_tokens,
+            row.tokens,
+            row.finish,
+            row.occurrence,
+            printable(row.ignored_settings),
         ]

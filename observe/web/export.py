@@ -81,7 +81,12 @@ def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
         room.put(name, listed)
     steps, newest = worker.work(lambda view: (view.steps(), view.version))
     _offer(worker, "step", [str(step) for step, _ in steps], room)
-    _offer(worker, "version", [str(one) for one in spaced(range(newest + 1), VERSIONS_MAX)], room)
+    _offer(
+        worker,
+        "version",
+        [str(version) for version in spaced(range(newest + 1), VERSIONS_MAX)],
+        room,
+    )
     with _narrowed(worker, chosen):
         _offer(worker, "group", chosen, room)
         _offer(worker, "trajectory", samples, room)
@@ -124,7 +129,7 @@ def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> Non
 def _chosen(view: RunView) -> tuple[list[str], list[str]]:
     """Return groups of evenly spaced steps and some untrained ones, newest first; and their longest
     trajectories."""
-    others = _names(view, "groups where outcome <> 'trained' order by dispatched_ns, group_id")
+    untrained = _names(view, "groups where outcome <> 'trained' order by dispatched_ns, group_id")
     groups = _names(
         view,
         """groups where group_id in (select unnest(?::varchar[])) or group_id in (
@@ -132,7 +137,7 @@ def _chosen(view: RunView) -> tuple[list[str], list[str]]:
                where outcome = 'trained' and step in (select unnest(?::integer[]))
                qualify row_number() over (partition by step order by group_id) <= ?)
            order by dispatched_ns desc, group_id""",
-        spaced(others, OTHERS_MAX),
+        spaced(untrained, OTHERS_MAX),
         [step for step, _ in spaced(view.steps(), STEPS_MAX)],
         GROUPS_MAX,
     )
@@ -172,8 +177,8 @@ def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
 
 
 def _sampled(view: RunView, listing: tables.Listing, key: str, chosen: list[str]) -> dict[str, Any]:
-    found = view.rows(f"select {key} from {listing.source} order by {listing.order}")
-    names = {*spaced([name for (name,) in found], ROWS_MAX), *chosen}
+    keys = view.rows(f"select {key} from {listing.source} order by {listing.order}")
+    names = {*spaced([name for (name,) in keys], ROWS_MAX), *chosen}
     rows = listing.rows(view, [(f"{key} in (select unnest(?::varchar[]))", list(names))])
     return _listed(view, listing, rows)
 

@@ -95,8 +95,8 @@ def overview(view: RunView) -> dict[str, Any]:
 
 def run_of(view: RunView) -> dict[str, Any]:
     """Return identity and progress of a run."""
-    found = view.catalogue.one("select config, seed, planner, package from runs")
-    text, *facts = found or ("{}", None, None, None)
+    row = view.catalogue.one("select config, seed, planner, package from runs")
+    text, *facts = row or ("{}", None, None, None)
     config = msgspec.json.decode(text)
     rollout, staleness = config.get("rollout", {}), config.get("staleness", {})
     engines = view.rows(
@@ -119,14 +119,14 @@ def run_of(view: RunView) -> dict[str, Any]:
         "partial_rollout": staleness.get("partial_rollout", False),
         "objective": config.get("objective", {}).get("kind"),
         **dict(zip(("seed", "planner", "package"), facts, strict=True)),
-        "engines": [one for (one,) in engines],
+        "engines": [engine for (engine,) in engines],
     }
 
 
 def _totals(view: RunView) -> dict[str, Any]:
-    found = view.rows("select outcome, count(*), sum(tokens)::bigint from groups group by outcome")
-    outcomes = {outcome: count for outcome, count, _ in found}
-    tokens = sum(sampled for _, _, sampled in found)
+    rows = view.rows("select outcome, count(*), sum(tokens)::bigint from groups group by outcome")
+    outcomes = {outcome: count for outcome, count, _ in rows}
+    tokens = sum(sampled for _, _, sampled in rows)
     standings = dict(view.rows("select status, count(*) from records group by status"))
     counted = standings.pop("bound", 0)
     run_s = max(1e-9, (view.last_ns - view.first_ns) / 1e9)
@@ -137,45 +137,53 @@ def _totals(view: RunView) -> dict[str, Any]:
         "not_counting": sum(standings.values()),
         "tokens": tokens,
         "tokens_per_s": short(tokens / run_s),
-        "outcomes": {one: outcomes[one] for one in OUTCOMES if one in outcomes and one != "open"},
+        "outcomes": {
+            outcome: outcomes[outcome]
+            for outcome in OUTCOMES
+            if outcome in outcomes and outcome != "open"
+        },
     }
 
 
 def _points(view: RunView) -> Points:
     """Return columns over chart points; a point is one or several steps."""
     columns = ", ".join(f"{sql} as {name}" for name, sql in _POINT.items())
-    found = view.rows(f"select {columns} from {_POINTS} group by point order by point")
+    rows = view.rows(f"select {columns} from {_POINTS} group by point order by point")
     return {
-        name: [short(row[at]) if isinstance(row[at], float) else row[at] for row in found]
-        for at, name in enumerate(_POINT)
+        name: [short(row[index]) if isinstance(row[index], float) else row[index] for row in rows]
+        for index, name in enumerate(_POINT)
     }
 
 
 def _places(points: Points) -> dict[int, int]:
     bounds = zip(points["step"], points["last"], strict=True)
-    return {step: at for at, (first, last) in enumerate(bounds) for step in range(first, last + 1)}
+    return {
+        step: index for index, (first, last) in enumerate(bounds) for step in range(first, last + 1)
+    }
 
 
-def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, list[float | None]]:
+def _means(
+    points: Points, samples: Iterable[tuple[int, str, float]]
+) -> dict[str, list[float | None]]:
     """Return a column of means per name from (step, name, value)."""
     places = _places(points)
-    found: dict[str, list[list[float]]] = {}
-    for step, name, value in told:
-        found.setdefault(name, [[] for _ in points["step"]])[places[step]].append(value)
+    columns: dict[str, list[list[float]]] = {}
+    for step, name, value in samples:
+        columns.setdefault(name, [[] for _ in points["step"]])[places[step]].append(value)
     return {
         name: [short(fmean(own)) if own else None for own in column]
-        for name, column in found.items()
+        for name, column in columns.items()
     }
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
     """Return a series per name: versions, mean rewards, numbers of valid rewards, metrics."""
-    found: dict[str, list[tuple[int, list[float], dict[str, float]]]] = {}
+    evaluations: dict[str, list[tuple[int, list[float], dict[str, float]]]] = {}
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
         rewards = [sample.reward for prompt in prompts for sample in prompt]
         if rewards:
             metrics = metrics_of(prompts, samples=size)
-            found.setdefault(name, []).append((version, rewards, metrics))
+            evaluations.setdefault(name, []).append((version, rewards, metrics))
     return [
         {
             "name": name,
@@ -187,7 +195,7 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
                 for metric in dict.fromkeys(metric for *_, own in rows for metric in own)
             },
         }
-        for name, rows in found.items()
+        for name, rows in evaluations.items()
     ]
 
 
@@ -201,7 +209,7 @@ def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
 
 
 def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
-    found = _means(
+    means = _means(
         points,
         (
             (step, name, value)
@@ -210,9 +218,9 @@ def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
         ),
     )
     return [
-        {"name": name, "note": note, "y": found[name]}
+        {"name": name, "note": note, "y": means[name]}
         for name, note in LEARNING.items()
-        if name in found
+        if name in means
     ]
 
 
@@ -260,7 +268,7 @@ def _times(view: RunView) -> list[dict[str, Any]]:
     means = ", ".join(
         f"avg(greatest(0, {later} - {earlier}) / 1e9)" for earlier, later in pairwise(marks)
     )
-    found = view.rows(
+    buckets = view.rows(
         f"""select case when coalesce(t.tokens, 0) = 0 then -1
                         else ceil(log2(t.tokens))::integer end as bits, count(*), {means}
             from trajectories t join groups g using (group_id)
@@ -268,7 +276,7 @@ def _times(view: RunView) -> list[dict[str, Any]]:
             group by bits order by bits"""
     )
     rows = []
-    for bits, count, *means_s in found:
+    for bits, count, *means_s in buckets:
         low, high = bucket_of(0 if bits < 0 else 1 << bits)
         rows.append({"low": low, "high": high, "n": count, "seconds": list(map(short, means_s))})
     return rows

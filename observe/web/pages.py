@@ -50,7 +50,7 @@ class RunSource:
     catalogue: Path | None = None
     """Folder of a finished run's cached tables; None if read-only."""
 
-    def said(self, text: str | None) -> str | None:
+    def shown(self, text: str | None) -> str | None:
         """Return a task's text unless it is hidden."""
         return HIDDEN if text and self.redact else text
 
@@ -77,8 +77,8 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
         number,
     )
     metrics = msgspec.json.decode(row["metrics"])
-    wanted: list[tables.Condition] = [("g.step = ?", number), ("g.outcome = ?", "trained")]
-    rows = tables.GROUPS.rows(view, wanted, order="group")
+    conditions: list[tables.Condition] = [("g.step = ?", number), ("g.outcome = ?", "trained")]
+    rows = tables.GROUPS.rows(view, conditions, order="group")
     groups = {"columns": tables.GROUPS.names, "rows": rows}
     return {
         "step": listed,
@@ -103,19 +103,19 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
 
 
 def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
-    found = view.records("select * from parts where step = ? order by part", step)
-    if not found:
+    parts = view.records("select * from parts where step = ? order by part", step)
+    if not parts:
         return {}
     part_of = dict(view.rows("select group_id, part from groups where step = ?", step))
     groups["columns"] = [*groups["columns"], "part"]
     groups["rows"] = [[*row, part_of.get(row[0])] for row in groups["rows"]]
     rows = [
         [
-            *(one["part"], view.seconds(one["taken_ns"]), view.seconds(one["begun_ns"])),
-            *(short(one["waited_s"]), short(one["seconds"]), one["groups"]),
-            *(one["tokens"], one["last_trajectory"], one["batch_reason"]),
+            *(row["part"], view.seconds(row["taken_ns"]), view.seconds(row["begun_ns"])),
+            *(short(row["waited_s"]), short(row["seconds"]), row["groups"]),
+            *(row["tokens"], row["last_trajectory"], row["batch_reason"]),
         ]
-        for one in found
+        for row in parts
     ]
     columns = (
         "part, taken at s, begun at s, waited s, early s, groups, tokens, last trajectory, reason"
@@ -142,8 +142,8 @@ def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]
 
 
 def _group(view: RunView, name: str) -> dict[str, Any]:
-    (found,) = view.catalogue.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
-    return dict(zip(_GROUP, found, strict=True))
+    (group,) = view.catalogue.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
+    return dict(zip(_GROUP, group, strict=True))
 
 
 def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
             "attempt, scheduled at s, worker, incarnation, resumed tokens, reason",
             [[number, view.seconds(at_ns), *rest] for number, at_ns, *rest in attempts],
         ),
-        "errors": [source.said(text) for (text,) in errors],
+        "errors": [source.shown(text) for (text,) in errors],
         "record": _record(view, source, name, max(0, asked.whole("from"))),
         "contribution": _contribution(view, source, group, name),
         "lineage": _lineage(view, group),
@@ -245,37 +245,37 @@ def _contribution(
         return None
     digests = view.catalogue.keyed("contributions", "steps", "step", group["step"], order="step")
     rows = [row for (digest,) in digests for row in source.contributions(digest)]
-    return next((one for one in rows if one["trajectory"] == name), None)
+    return next((row for row in rows if row["trajectory"] == name), None)
 
 
 def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str, Any]:
     named = counting_record(view.catalogue, name)
     if named is None:
         return {"missing": "No record of this trajectory counts yet."}
-    at = TopicPartition(source.topics.trajectories, named.partition)
-    record = record_at(source.bus, at, named.offset)
+    partition = TopicPartition(source.topics.trajectories, named.partition)
+    record = record_at(source.bus, partition, named.offset)
     try:
-        found = logged_trajectory(record, named)
+        trajectory = logged_trajectory(record, named)
     except (InvariantBroken, SchemaError) as error:
         return {"missing": error.message}
     assert record is not None
-    meta = found.meta
+    meta = trajectory.meta
     return {
         "place": f"trajectories:{named.partition}:{named.offset}",
         "bytes": len(record.value),
         "reward_raw": meta.reward_raw,
         "reward_parts": meta.reward_parts | _group_parts(view, name),
-        "reward_answer": source.said(meta.reward_answer),
-        "reward_error": source.said(meta.reward_error),
-        "error": source.said(meta.error),
+        "reward_answer": source.shown(meta.reward_answer),
+        "reward_error": source.shown(meta.reward_error),
+        "error": source.shown(meta.error),
         "finish": meta.finish,
         "migrations": meta.migrations,
         "prefills": list(meta.prefills),
         "prompt_tokens": meta.prompt_tokens,
-        "times": _times(found),
-        "segments": _segments(source, found),
-        "tree": tree_of(found, source.said),
-        "tokens": _tokens(source, found, start),
+        "times": _times(trajectory),
+        "segments": _segments(source, trajectory),
+        "tree": tree_of(trajectory, source.shown),
+        "tokens": _tokens(source, trajectory, start),
     }
 
 
@@ -284,47 +284,51 @@ def _group_parts(view: RunView, name: str) -> dict[str, float]:
     rows = view.catalogue.keyed(
         "group_parts", "trajectories", "trajectory_id", name, order="trajectory_id"
     )
-    parts = next((one for (one,) in rows), None)
+    parts = next((value for (value,) in rows), None)
     return msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
 
 
-def _times(found: Trajectory) -> list[list[Any]]:
+def _times(trajectory: Trajectory) -> list[list[Any]]:
     """Return [event, ms after placement]."""
-    times = found.meta.times
+    times = trajectory.meta.times
     names = ("started", "first_token", "finished", "rewarded")
     marks = [(name, getattr(times, name)) for name in names]
-    return [[name, short((at - times.scheduled) / 1e6, 6)] for name, at in marks if at is not None]
+    return [
+        [name, short((at_ns - times.scheduled) / 1e6, 6)]
+        for name, at_ns in marks
+        if at_ns is not None
+    ]
 
 
-def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:
+def _segments(source: RunSource, trajectory: Trajectory) -> dict[str, Any]:
     rows = [
         [
             *(segment.kind, segment.turn, segment.start, segment.end, segment.worker or None),
             segment.version if segment.version >= 0 else None,
             short((segment.end_ns - segment.start_ns) / 1e6, 6),
         ]
-        for segment in found.segments
+        for segment in trajectory.segments
     ]
     return _table("kind, turn, from token, to token, worker, version, ms", rows)
 
 
-def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
+def _tokens(source: RunSource, trajectory: Trajectory, start: int) -> dict[str, Any]:
     """Return arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
 
     `text` is null without a tokenizer; ids and text are null when hidden. A partial character
     appears as the replacement character.
     """
-    end = min(len(found.token_ids), start + TOKENS_MAX)
-    ids = list(found.token_ids[start:end])
+    end = min(len(trajectory.token_ids), start + TOKENS_MAX)
+    ids = list(trajectory.token_ids[start:end])
     decode = None if source.redact else source.decode
     return {
-        "total": len(found.token_ids),
+        "total": len(trajectory.token_ids),
         "from": start,
         "ids": None if source.redact else ids,
-        "text": None if decode is None else token_texts(decode, found.token_ids, start, end),
-        "mask": list(found.loss_mask[start:end]),
-        "logprob": [short(one) for one in found.logprobs[start:end]],
-        "sampler": [short(one) for one in found.sampler_logprobs[start:end]],
+        "text": None if decode is None else token_texts(decode, trajectory.token_ids, start, end),
+        "mask": list(trajectory.loss_mask[start:end]),
+        "logprob": [short(logprob) for logprob in trajectory.logprobs[start:end]],
+        "sampler": [short(logprob) for logprob in trajectory.sampler_logprobs[start:end]],
     }
 
 
@@ -334,10 +338,10 @@ def token_texts(decode: Decode, token_ids: Sequence[int], start: int, end: int) 
     Word tokenizers add a blank between tokens: for ``[5, 6, 7]`` ``["a", " b", " c"]``.
     """
     texts = []
-    for at in range(start, end):
-        alone = decode(token_ids[at : at + 1])
-        before = decode(token_ids[at - 1 : at]) if at else ""
-        both = decode(token_ids[at - 1 : at + 1]) if at else alone
+    for index in range(start, end):
+        alone = decode(token_ids[index : index + 1])
+        before = decode(token_ids[index - 1 : index]) if index else ""
+        both = decode(token_ids[index - 1 : index + 1]) if index else alone
         added = both[len(before) :] if both.startswith(before) else ""
         texts.append(added or alone)
     return texts

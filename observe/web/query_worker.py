@@ -105,8 +105,8 @@ class QueryWorker:
 
     def ask(self, asked: Query) -> dict[str, Any]:
         """Return the answer; the path excludes the run. Raises UsageError, errors of the log."""
-        found: dict[str, Any] = self._run(lambda: self._answer(asked))
-        return found
+        answer: dict[str, Any] = self._run(lambda: self._answer(asked))
+        return answer
 
     def read_all(self) -> None:
         """Wait until the log was read to its present end. Raises errors of the log."""
@@ -130,8 +130,8 @@ class QueryWorker:
         return self._run(lambda: job(self._tables.view()))
 
     def _run(self, job: Callable[[], Any]) -> Any:
-        found: Future[Any] = self._thread.submit(job)
-        return found.result(ANSWER_S)
+        future: Future[Any] = self._thread.submit(job)
+        return future.result(ANSWER_S)
 
     def _open(self) -> None:
         self._source = self._stack.enter_context(self._opener())
@@ -188,11 +188,11 @@ class QueryWorker:
 
     def _kept(self, name: str, revision: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Cache an expensive answer until its revision changes."""
-        known = self._answers.get(name)
-        if known is None or known[0] != revision:
-            known = self._answers[name] = revision, make()
-        found: dict[str, Any] = known[1]
-        return found
+        cached = self._answers.get(name)
+        if cached is None or cached[0] != revision:
+            cached = self._answers[name] = revision, make()
+        answer: dict[str, Any] = cached[1]
+        return answer
 
 
 ONE: Final = {

@@ -54,18 +54,21 @@ def texts(view: RunView, source: RunSource, asked: Query) -> dict[str, list[str]
     if source.redact or decode is None:
         return {}
     names = [row[0] for row in tables.trajectories(view, asked)["rows"]]
-    wanted = f"{COUNTS} and trajectory_id in (select unnest(?::varchar[]))"
-    rows = logged_records(view.catalogue, wanted, [names])
-    found: dict[str, list[str]] = {}
+    condition = f"{COUNTS} and trajectory_id in (select unnest(?::varchar[]))"
+    rows = logged_records(view.catalogue, condition, [names])
+    texts_by_name: dict[str, list[str]] = {}
     for record, named in named_records(source, rows.values(), Damage()):
         with suppress(SchemaError):  # a dead letter
-            found[named.trajectory] = excerpts(decode_trajectory(record.value), decode)
-    return found
+            texts_by_name[named.trajectory] = excerpts(decode_trajectory(record.value), decode)
+    return texts_by_name
 
 
-def excerpts(found: Trajectory, decode: Decode) -> list[str]:
+def excerpts(trajectory: Trajectory, decode: Decode) -> list[str]:
     """Return the end of the prompt and the start of the response."""
-    first = next((one.start for one in found.segments if one.kind == "model"), found.length)
-    ids = found.token_ids
+    first = next(
+        (segment.start for segment in trajectory.segments if segment.kind == "model"),
+        trajectory.length,
+    )
+    ids = trajectory.token_ids
     prompt = decode(ids[max(0, first - EXCERPT_TOKENS) : first])
     return [prompt, decode(ids[first : first + EXCERPT_TOKENS])]

@@ -52,8 +52,8 @@ TYPES: Final = {
 
 def static_files() -> dict[str, bytes]:
     folder = files("dora_pipe.observe.web") / "static"
-    found = [file for file in folder.iterdir() if file.name[file.name.rfind(".") :] in TYPES]
-    return {file.name: file.read_bytes() for file in sorted(found, key=lambda file: file.name)}
+    static = [file for file in folder.iterdir() if file.name[file.name.rfind(".") :] in TYPES]
+    return {file.name: file.read_bytes() for file in sorted(static, key=lambda file: file.name)}
 
 
 class Answers(Protocol):
@@ -101,7 +101,7 @@ class _Handler(LocalHandler):
 
     def _api(self, address: str) -> None:
         try:
-            found = self.server.answers.ask(parse_query(address))
+            answer = self.server.answers.ask(parse_query(address))
         except UsageError as error:
             self._send_json(HTTPStatus.NOT_FOUND, _said(error))
         except DoraError as error:
@@ -109,7 +109,7 @@ class _Handler(LocalHandler):
         except TimeoutError:
             self._send_json(HTTPStatus.GATEWAY_TIMEOUT, {"error": "timed out reading the log"})
         else:
-            self._send_json(HTTPStatus.OK, found)
+            self._send_json(HTTPStatus.OK, answer)
 
     def _send_json(self, status: HTTPStatus, value: Any) -> None:
         self._send(status, "application/json", msgspec.json.encode(value))

@@ -101,14 +101,14 @@ class Listing:
         """
         where, values = _where(conditions)
         by = f"{self._order(order)}, {self.order}" if order else self.order
-        found = view.rows(
+        rows = view.rows(
             f"select {', '.join(self.columns.values())} from {self.source} {where} "
             f"order by {by} limit ? offset ?",
             *values,
             limit,
             offset,
         )
-        return [self._shown(view, row) for row in found]
+        return [self._shown(view, row) for row in rows]
 
     def page(self, view: RunView, asked: Query, conditions: Sequence[Condition]) -> dict[str, Any]:
         offset = max(0, asked.whole("offset"))
@@ -125,13 +125,13 @@ class Listing:
 
     def of(self, view: RunView, key: str, value: Any) -> list[Row]:
         columns = ", ".join(self.columns.values())
-        found = view.catalogue.keyed(columns, self.source, key, value, order=self.order)
-        return [self._shown(view, row) for row in found]
+        rows = view.catalogue.keyed(columns, self.source, key, value, order=self.order)
+        return [self._shown(view, row) for row in rows]
 
     def one(self, view: RunView, key: str, value: Any) -> dict[str, Any] | None:
         """Return the row with this key as a mapping, if any."""
-        found = self.of(view, key, value)
-        return dict(zip(self.columns, found[0], strict=True)) if found else None
+        rows = self.of(view, key, value)
+        return dict(zip(self.columns, rows[0], strict=True)) if rows else None
 
     def _order(self, order: str) -> str:
         sql = self.columns.get(order.removeprefix("-"))
@@ -214,47 +214,47 @@ def steps(view: RunView, asked: Query) -> dict[str, Any]:
 
 def groups(view: RunView, asked: Query) -> dict[str, Any]:
     """Return groups that match the column filters, `q` and `purpose`."""
-    wanted: list[Condition] = [
+    conditions: list[Condition] = [
         ("contains(g.group_id, ?)", asked.text("q").partition("-")[0]),
         ("g.purpose = ?", asked.text("purpose")),
     ]
-    return GROUPS.page(view, asked, GROUPS.conditions(view, asked) + _given(wanted))
+    return GROUPS.page(view, asked, GROUPS.conditions(view, asked) + _given(conditions))
 
 
 def trajectories(view: RunView, asked: Query) -> dict[str, Any]:
     """Return trajectories that match the column filters, `q`, `purpose` and `valid` (yes or no)."""
     valid = asked.text("valid")
-    wanted: list[Condition] = [
+    conditions: list[Condition] = [
         ("contains(t.trajectory_id, ?)", asked.text("q")),
         ("g.purpose = ?", asked.text("purpose")),
         ("(t.reward is not null) = ?", valid == "yes" if valid else None),
     ]
-    return TRAJECTORIES.page(view, asked, TRAJECTORIES.conditions(view, asked) + _given(wanted))
+    return TRAJECTORIES.page(view, asked, TRAJECTORIES.conditions(view, asked) + _given(conditions))
 
 
 def decisions(view: RunView, asked: Query) -> dict[str, Any]:
     """Return decisions that match the column filters and `q` (subject or reason)."""
     sought = "contains(lower(concat_ws(chr(10), subject, reason)), ?)"
-    wanted = DECISIONS.conditions(view, asked) + _given([(sought, asked.text("q").lower())])
-    listed = DECISIONS.page(view, asked, wanted)
+    conditions = DECISIONS.conditions(view, asked) + _given([(sought, asked.text("q").lower())])
+    listed = DECISIONS.page(view, asked, conditions)
     return {**listed, "counts": decision_counts(view), "kept": DECISIONS.count(view)}
 
 
 def decision_counts(view: RunView) -> dict[str, int]:
     """Count decisions and events by kind: groups as `dispatch`, attempts as `schedule`."""
-    found = view.rows(
+    counts = view.rows(
         """select kind, count(*) from events group by kind
            union all select 'dispatch', count(*) from groups
            union all select 'schedule', count(*) from attempts"""
     )
-    return {kind: count for kind, count in sorted(found) if count}
+    return {kind: count for kind, count in sorted(counts) if count}
 
 
 def _given(conditions: Sequence[Condition]) -> list[Condition]:
-    return [one for one in conditions if one[1] not in (None, "")]
+    return [condition for condition in conditions if condition[1] not in (None, "")]
 
 
 def _where(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
     if not conditions:
         return "", []
-    return "where " + " and ".join(sql for sql, _ in conditions), [one for _, one in conditions]
+    return "where " + " and ".join(sql for sql, _ in conditions), [value for _, value in conditions]

@@ -47,7 +47,7 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
         for name, row in workers.items()
     ]
     out = {"from": low, "until": high, "rows": rows}
-    return out | ({"trainer": found} if (found := _trainer(view, low, high)) else {})
+    return out | ({"trainer": trainer} if (trainer := _trainer(view, low, high)) else {})
 
 
 def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
@@ -56,7 +56,7 @@ def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
 
     A batch taken whole has no part number. Too many are merged as in `merged`.
     """
-    found = view.rows(
+    rows = view.rows(
         """with ahead as (
                select step, max(part) as part, max(begun_ns) as begun_ns, sum(waited_s) as waited_s,
                       max(begun_ns + (seconds * 1e9)::bigint) as ended_ns,
@@ -74,7 +74,7 @@ def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
     )
     pieces = [
         [_inside(view, begun, low, high), short(waited), _inside(view, until, low, high), *rest]
-        for begun, waited, until, *rest in found
+        for begun, waited, until, *rest in rows
     ]
     return merged(pieces, TRAINER_PIECES_MAX, (high - low) / TRAINER_PIECES_MAX)
 
@@ -98,7 +98,7 @@ def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
 
 def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[float]]]:
     """Return [from, ready, until, version] of each served version in the window, by worker."""
-    found = view.rows(
+    rows = view.rows(
         f"""with loads as (
                select incarnation, h.worker, version, ready_ns,
                       least(coalesce(gone_ns, ?), {STOPPED}) as end_ns,
@@ -115,8 +115,8 @@ def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[floa
         *_window(view, low, high),
     )
     return [
-        (worker, [*(_inside(view, at, low, high) for at in marks), version])
-        for worker, version, *marks in found
+        (worker, [*(_inside(view, mark, low, high) for mark in marks), version])
+        for worker, version, *marks in rows
     ]
 
 
@@ -171,8 +171,8 @@ def utilisation(view: RunView) -> dict[str, Any]:
     rows = view.rows(UTILISATION, view.first_ns, view.last_ns, width_ns, count)
     names = ("at", "mean", "low", "high", "tokens_per_s")
     return {
-        name: [round(row[at], 3) if not at else short(row[at]) for row in rows]
-        for at, name in enumerate(names)
+        name: [round(row[index], 3) if not index else short(row[index]) for row in rows]
+        for index, name in enumerate(names)
     }
 
 

@@ -35,24 +35,24 @@ class Query:
 
     def whole(self, name: str, default: int = 0) -> int:
         """Return an integer. Raises UsageError."""
-        return default if (found := self._parsed(name, int, "an integer")) is None else found
+        return default if (value := self._parsed(name, int, "an integer")) is None else value
 
     def number(self, name: str) -> float | None:
         """Return a number, or None. Raises UsageError."""
         return self._parsed(name, float, "a number")
 
     def _parsed(self, name: str, parse: Callable[[str], T], kind: str) -> T | None:
-        found = self.text(name)
+        text = self.text(name)
         try:
-            return parse(found) if found else None
+            return parse(text) if text else None
         except ValueError:
-            raise UsageError(f"{name} must be {kind}, got {found!r}") from None
+            raise UsageError(f"{name} must be {kind}, got {text!r}") from None
 
 
 def parse_query(address: str) -> Query:
     """Parse a path with its fields. Raises UsageError for too many fields."""
     parts = urlsplit(address)
-    path = tuple(unquote(one) for one in parts.path.split("/") if one)
+    path = tuple(unquote(word) for word in parts.path.split("/") if word)
     try:
         fields = dict(parse_qsl(parts.query, max_num_fields=FIELDS_MAX))
     except ValueError as error:
@@ -81,8 +81,8 @@ class RunView:
         return self.catalogue.records(sql, values)
 
     def value(self, sql: str, *values: Any) -> Any:
-        found = self.catalogue.one(sql, values)
-        return None if found is None else found[0]
+        row = self.catalogue.one(sql, values)
+        return None if row is None else row[0]
 
     def seconds(self, at_ns: int | None) -> float | None:
         """Convert a moment to seconds of the run."""
@@ -101,25 +101,25 @@ class RunView:
 
     def steps(self) -> Sequence[tuple[int, str]]:
         """Return committed steps in order, with the sha256 of their contributions."""
-        found = self.rows("select step, contributions from steps order by step")
-        return [(int(step), str(digest)) for step, digest in found]
+        rows = self.rows("select step, contributions from steps order by step")
+        return [(int(step), str(digest)) for step, digest in rows]
 
 
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
     """Return changed settings, stops and lost roles, for charts."""
-    found = catalogue.query(
+    rows = catalogue.query(
         "select step, at_ns, kind, description from marks order by rowid desc limit 200"
     )
     return [
         {"step": step, "at": seconds(at_ns, first_ns), "kind": kind, "text": f"step {step}: {text}"}
-        for step, at_ns, kind, text in reversed(found)
+        for step, at_ns, kind, text in reversed(rows)
     ]
 
 
 def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int = 0) -> RunView:
     """Return the view of a whole run."""
-    found = catalogue.one("select first_ns, last_ns, stopped from runs")
-    first_ns, last_ns, stopped = found or (0, 0, False)
+    row = catalogue.one("select first_ns, last_ns, stopped from runs")
+    first_ns, last_ns, stopped = row or (0, 0, False)
     return RunView(
         catalogue=catalogue,
         run=run,
@@ -151,7 +151,7 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
     if most == 1:
         return [values[-1]]
     last = len(values) - 1
-    return [values[place * last // (most - 1)] for place in range(most)]
+    return [values[index * last // (most - 1)] for index in range(most)]
 
 
 def short(value: float | None, digits: int = 4) -> float | None:

@@ -35,7 +35,7 @@ from dora_pipe.producers.data.filters import compile_filter
 from dora_pipe.producers.data.readers import Placed, rows_of
 from dora_pipe.producers.data.rows import DataRows, TooManyBytes, write_rows
 from dora_pipe.producers.data.sources import DataFile, Source, sources_of
-from dora_pipe.producers.data.spec import DataProgress, DataRefused, DataSpec, said_of
+from dora_pipe.producers.data.spec import DataProgress, DataRefused, DataSpec, describe_sources
 from dora_pipe.schemas.wire import canonical, sha256_hex
 
 CACHE_VARIABLE: Final = "DORA_PIPE_CACHE"
@@ -177,7 +177,7 @@ def _key(sources: Sequence[Source], spec: DataSpec) -> str:
 
 
 def _prepare_apart(spec: DataSpec, path: Path) -> None:
-    what = said_of(spec.sources)
+    what = describe_sources(spec.sources)
     say = _report.get()
     say(f"data: {what} is prepared once per machine in {path.parent}")
     try:
@@ -260,7 +260,7 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
                 sources = sources_of(spec)
                 footer = write_rows(chosen(sources, spec, report), file)
                 if _key(sources, spec) != path.stem:
-                    raise TaskError(f"{said_of(spec.sources)}: changed during reading")
+                    raise TaskError(f"{describe_sources(spec.sources)}: changed during reading")
                 undone.pop_all()
             sync(unfinished)
             unfinished.replace(path)

@@ -46,7 +46,7 @@ class DataRefused(msgspec.Struct, frozen=True, tag="refused"):
     kind: str
 
 
-def said_of(sources: tuple[str, ...]) -> str:
+def describe_sources(sources: tuple[str, ...]) -> str:
     """Return the sources as named in messages."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     return f"{sources[0]}{more}"

@@ -16,7 +16,7 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import load_function
 from dora_pipe.producers.data.conversations import TOOLS, prompt_of, text_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows
-from dora_pipe.producers.data.spec import DataSpec, said_of
+from dora_pipe.producers.data.spec import DataSpec, describe_sources
 from dora_pipe.producers.rewards.registry import Rewards, single
 from dora_pipe.producers.tasks.messages import (
     NoAnswer,
@@ -218,7 +218,7 @@ class DatasetTask(Task):
 
     @property
     def _where(self) -> str:
-        return said_of(self._specs["train"].sources)
+        return describe_sources(self._specs["train"].sources)
 
     def _parts(self, row: Row) -> tuple[Prompt, Mapping[str, Any] | None]:
         return prompt_of(row[PROMPT], chat=self._chat, system=self._system)

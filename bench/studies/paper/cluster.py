@@ -127,7 +127,7 @@ class Cluster:
         self.state = State()
         self.now_s = 0.0
         self.run_ = ClusterRun(
-            slots=sum(one.slots for one in plan.workers), workers=len(plan.workers)
+            slots=sum(worker.slots for worker in plan.workers), workers=len(plan.workers)
         )
         self._offset = 0
         self._lefts: dict[str, Left] = {}
@@ -143,7 +143,7 @@ class Cluster:
         self._plan_period_s = self._period_s = config.timing.plan_period_s
         self._apply(run_started(config))
         self._apply(role_started("trainer"))
-        self._workers = {one.name: self._join(one) for one in plan.workers}
+        self._workers = {worker.name: self._join(worker) for worker in plan.workers}
 
     def run(self) -> ClusterRun:
         """Run to the last step."""
@@ -186,8 +186,8 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                one = (worker.size.name, worker.incarnation, assigned.version, assigned.digest)
-                self._apply(worker_ready(*one, load_ms=worker.batch.rates.load_s * 1e3))
+                identity = (worker.size.name, worker.incarnation, assigned.version, assigned.digest)
+                self._apply(worker_ready(*identity, load_ms=worker.batch.rates.load_s * 1e3))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
         if now_s >= self._period_s:
@@ -196,14 +196,14 @@ class Cluster:
 
     def _report(self) -> None:
         """Report due responses by worker and version."""
-        found: dict[tuple[str, int], list[ScheduledRequest]] = {}
+        grouped: dict[tuple[str, int], list[ScheduledRequest]] = {}
         while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
             _, _, worker, request = heapq.heappop(self._ended)
             if request.trajectory not in self._lefts:  # Cancelled after its end.
                 continue
-            found.setdefault((worker.size.name, request.spec.version), []).append(request)
-        for (name, version), requests in found.items():
-            entries = tuple(self._entry(one) for one in requests)
+            grouped.setdefault((worker.size.name, request.spec.version), []).append(request)
+        for (name, version), requests in grouped.items():
+            entries = tuple(self._entry(request) for request in requests)
             self._apply(
                 TrajectoriesLogged(
                     at_ns=0,
@@ -219,7 +219,7 @@ class Cluster:
         apply_observation(self.state, observation)
 
     def _entry(self, request: ScheduledRequest) -> LoggedEntry:
-        left = self._lefts.pop(request.trajectory)
+        progress = self._lefts.pop(request.trajectory)
         self.run_.requests += 1
         return LoggedEntry(
             trajectory=request.trajectory,
@@ -228,7 +228,7 @@ class Cluster:
             offset=self._offset,
             sha256=NO_DIGEST,
             bytes=0,
-            tokens=round(left.done + left.left),
+            tokens=round(progress.done + progress.left),
             finish="stop",
             reward=float(request.sample % 2),
         )
@@ -240,8 +240,8 @@ class Cluster:
 
     def _limit_batches(self, *, training: bool) -> None:
         if self.plan.one_batch:
-            wanted = 2.0 if training else 1.0
-            args = {"staleness.async_batches": wanted}
+            limit = 2.0 if training else 1.0
+            args = {"staleness.async_batches": limit}
             self._apply(Command(at_ns=0, user="model", verb="set", args=args))
 
     def _round(self) -> None:
@@ -253,7 +253,7 @@ class Cluster:
             took = self._obey(decision) or took
         if took:
             self._limit_batches(training=True)
-        moved = any(isinstance(one, Migrate) for one in decisions)
+        moved = any(isinstance(decision, Migrate) for decision in decisions)
         if took or moved or len(decisions) >= MANY:
             self._round()
 
@@ -307,7 +307,7 @@ class Cluster:
         return Blob(sha256=NO_DIGEST, bytes=tokens * self.plan.rates.kv_bytes)
 
     def _train(self, batch: TakeBatch) -> None:
-        specs = [self.state.groups[one.group].spec for one in batch.groups]
+        specs = [self.state.groups[group.group].spec for group in batch.groups]
         step_s = self._compute_s(batch.groups[sum(batch.parts) :])
         from_s = max(self.now_s, self._parts_until_s) if batch.parts else self.now_s
         parts_s, self._parts_s = self._parts_s if batch.parts else 0.0, 0.0
@@ -332,7 +332,7 @@ class Cluster:
 
     def _compute_s(self, groups: Sequence[TakenGroup]) -> float:
         """Return the duration of a step including its fixed cost."""
-        ordinals = [self.state.groups[one.group].spec.ordinal for one in groups]
+        ordinals = [self.state.groups[group.group].spec.ordinal for group in groups]
         tokens = sum(sum(self.plan.lengths(ordinal)) for ordinal in ordinals)
         return self.plan.trainer.step_s(tokens=tokens)
 

@@ -106,21 +106,21 @@ class Sharing:
         self._settle()
         if not self._heap:
             return NEVER_S
-        left = max(0.0, self._heap[0][0] - self.served)
-        return self.now_s + self._stall_s + left * self._tau_s()
+        remaining = max(0.0, self._heap[0][0] - self.served)
+        return self.now_s + self._stall_s + remaining * self._tau_s()
 
     def advance(self, now_s: float) -> list[str]:
         """Advance; return the ended requests."""
-        found: list[str] = []
+        finished: list[str] = []
         while self._heap and self.next_s() <= now_s + 1e-9:
             self._pass(self.next_s())
             end, name = heapq.heappop(self._heap)
             self.served = max(self.served, end)
             del self._ends[name]
             del self._starts[name]
-            found.append(name)
+            finished.append(name)
         self._pass(now_s)
-        return found
+        return finished
 
     def _pass(self, now_s: float) -> None:
         span = now_s - self.now_s
@@ -199,8 +199,8 @@ class ModelledWorker:
         """Return a finished assignment once."""
         if self.assigned is None or self.ready_s > now_s + 1e-9:
             return None
-        found, self.assigned, self.ready_s = self.assigned, None, NEVER_S
-        return found
+        assigned, self.assigned, self.ready_s = self.assigned, None, NEVER_S
+        return assigned
 
     def place(self, request: ScheduledRequest, now_s: float) -> None:
         """Queue a request, after its KV cache arrived."""
@@ -213,7 +213,7 @@ class ModelledWorker:
 
     def holds(self, trajectory: str) -> bool:
         """Report whether a request is open here."""
-        waiting = any(one.trajectory == trajectory for one in self._waiting)
+        waiting = any(entry.trajectory == trajectory for entry in self._waiting)
         return (
             trajectory in self.running
             or waiting
@@ -225,13 +225,13 @@ class ModelledWorker:
         if trajectory in self.running:
             del self.running[trajectory]
             here = self.batch.remove(trajectory)
-            left = self._lefts[trajectory]
-            left.left, left.done = left.left - here, left.done + here
-            return Resume(tokens=max(1, round(left.done)), partition=0, offset=0)
-        waiting = [one for one in self._waiting if one.trajectory == trajectory]
-        waiting += [one[2] for one in self._arriving if one[1] == trajectory]
-        self._waiting = deque(one for one in self._waiting if one.trajectory != trajectory)
-        self._arriving = [one for one in self._arriving if one[1] != trajectory]
+            progress = self._lefts[trajectory]
+            progress.left, progress.done = progress.left - here, progress.done + here
+            return Resume(tokens=max(1, round(progress.done)), partition=0, offset=0)
+        waiting = [entry for entry in self._waiting if entry.trajectory == trajectory]
+        waiting += [entry[2] for entry in self._arriving if entry[1] == trajectory]
+        self._waiting = deque(entry for entry in self._waiting if entry.trajectory != trajectory)
+        self._arriving = [entry for entry in self._arriving if entry[1] != trajectory]
         heapq.heapify(self._arriving)
         return waiting[0].resume if waiting else None
 
@@ -242,16 +242,16 @@ class ModelledWorker:
 
     def advance(self, now_s: float) -> list[ScheduledRequest]:
         """Advance; return the ended requests."""
-        found: list[ScheduledRequest] = []
+        requests: list[ScheduledRequest] = []
         while True:
             arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
             until_s = min(self.batch.next_s(), arrives_s)
             until_s = min(until_s, now_s)
             for name in self.batch.advance(until_s):
-                found.append(self.running.pop(name))
+                requests.append(self.running.pop(name))
             self._fill(until_s)
             if until_s >= now_s:
-                return found
+                return requests
 
     def _fill(self, now_s: float) -> None:
         while self._arriving and self._arriving[0][0] <= now_s + 1e-9:
@@ -259,14 +259,14 @@ class ModelledWorker:
             self._waiting.append(request)
         while self._waiting and len(self.running) < self.size.slots:
             request = self._waiting.popleft()
-            left = self._left(request)
+            progress = self._left(request)
             self.running[request.trajectory] = request
-            prefill = self._prefill(request, left)
-            self.batch.add(request.trajectory, left.left, prefill=prefill)
+            prefill = self._prefill(request, progress)
+            self.batch.add(request.trajectory, progress.left, prefill=prefill)
 
-    def _prefill(self, request: ScheduledRequest, left: Left) -> int:
+    def _prefill(self, request: ScheduledRequest, progress: Left) -> int:
         """Return tokens to prefill."""
-        return self._prompt_tokens + round(left.done) if request.kv is None else 0
+        return self._prompt_tokens + round(progress.done) if request.kv is None else 0
 
     def _left(self, request: ScheduledRequest) -> Left:
         return self._lefts[request.trajectory]

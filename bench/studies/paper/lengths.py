@@ -67,7 +67,7 @@ class LengthFigures:
 @cache
 def figures_of(lengths: Lengths, *, size: int, groups: int = 4000, seed: int = 0) -> LengthFigures:
     """Return statistics of drawn groups."""
-    drawn = [lengths.draw(seed=seed, ordinal=one, size=size) for one in range(groups)]
+    drawn = [lengths.draw(seed=seed, ordinal=ordinal, size=size) for ordinal in range(groups)]
     flat = sorted(length for group in drawn for length in group)
     count = len(flat)
     return LengthFigures(
@@ -75,7 +75,7 @@ def figures_of(lengths: Lengths, *, size: int, groups: int = 4000, seed: int = 0
         p50=flat[count // 2],
         p90=flat[int(count * 0.9)],
         p99=flat[int(count * 0.99)],
-        capped=sum(one >= lengths.cap for one in flat) / count,
+        capped=sum(length >= lengths.cap for length in flat) / count,
         group_max=sum(map(max, drawn)) / groups,
     )
 

@@ -84,15 +84,15 @@ PARTS: Final = 8
 
 def published_rows(gpus: int) -> Iterator[Scenario]:
     """Yield the paradigms, and DORA with parts."""
-    known = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
-    yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=known["sync"])
+    published = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
+    yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=published["sync"])
     yield Scenario(
         name="one-step",
         gpus=gpus,
         part="fitted",
         max_staleness=1,
         one_batch=True,
-        published=known["one-step"],
+        published=published["one-step"],
     )
     yield Scenario(
         name="dora",
@@ -100,7 +100,7 @@ def published_rows(gpus: int) -> Iterator[Scenario]:
         part="predicted",
         max_staleness=2,
         async_batches=2.0,
-        published=known["dora"],
+        published=published["dora"],
     )
     yield parted_row(gpus, PARTS)
 
@@ -153,11 +153,11 @@ def figures_of_run(run: ClusterRun) -> Figures:
         staleness.update(dict(span.staleness))
     return Figures(
         step_min=wall_s / len(steady) / MINUTE_S,
-        train_min=sum(one.committed_s - one.taken_s + one.early_s for one in steady)
+        train_min=sum(step.committed_s - step.taken_s + step.early_s for step in steady)
         / len(steady)
         / MINUTE_S,
-        tokens_s=sum(one.tokens for one in steady) / wall_s,
-        staleness={one: staleness[one] / staleness.total() for one in sorted(staleness)},
+        tokens_s=sum(step.tokens for step in steady) / wall_s,
+        staleness={lag: staleness[lag] / staleness.total() for lag in sorted(staleness)},
         slots_used=run.slot_s / run.slots / run.wall_s,
     )
 
@@ -172,24 +172,24 @@ class Seeds:
 
     def spread(self, what: str) -> float:
         """Return half the range."""
-        found = self._each(what)
-        return (max(found) - min(found)) / 2
+        values = self._each(what)
+        return (max(values) - min(values)) / 2
 
     def _each(self, what: str) -> list[float]:
-        return [getattr(one, what) for one in self.runs]
+        return [getattr(run, what) for run in self.runs]
 
     def staleness(self) -> dict[int, float]:
         """Return the mean histogram."""
-        found: dict[int, float] = {}
-        for one in self.runs:
-            for key, share in one.staleness.items():
-                found[key] = found.get(key, 0.0) + share
-        return {key: found[key] / len(self.runs) for key in sorted(found)}
+        shares: dict[int, float] = {}
+        for run in self.runs:
+            for key, share in run.staleness.items():
+                shares[key] = shares.get(key, 0.0) + share
+        return {key: shares[key] / len(self.runs) for key in sorted(shares)}
 
 
-def overlap(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+def overlap(shares: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Return the common mass of histograms."""
-    return sum(min(one.get(key, 0.0), other.get(key, 0.0)) for key in {*one, *other})
+    return sum(min(shares.get(key, 0.0), other.get(key, 0.0)) for key in {*shares, *other})
 
 
 def simulate(
@@ -201,7 +201,7 @@ def simulate(
     per_step: int = GROUPS,
 ) -> Figures:
     """Simulate a scenario once."""
-    drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SAMPLES))
+    drawn = cache(lambda ordinal: EFFICIENCY.draw(seed=seed, ordinal=ordinal, size=SAMPLES))
     plan = ClusterPlan(
         workers=scenario.workers(law),
         rates=law.rates(),

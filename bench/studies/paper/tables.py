@@ -49,9 +49,9 @@ class Table:
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
 
-def error(found: float, wanted: float | None) -> str:
+def error(measured: float, expected: float | None) -> str:
     """Return the signed relative error."""
-    return "" if not wanted else f"{found / wanted - 1:+.1%}"
+    return "" if not expected else f"{measured / expected - 1:+.1%}"
 
 
 def plus_minus(seeds: Seeds, what: str, digits: int = 2) -> str:
@@ -70,78 +70,78 @@ def histogram(shares: Mapping[int, float] | None) -> str:
 
 
 def lengths_table() -> Table:
-    wanted: dict[str, tuple[Any, ...]] = {
+    published: dict[str, tuple[Any, ...]] = {
         "efficiency": (EFFICIENCY, 2400, 1000, 5700, 23_900, 0.006, None),
         "step 100": (STEP_100, 3536, None, None, None, None, 0.885),
     }
     rows: list[Row] = []
-    for name, (lengths, mean, p50, p90, p99, capped, idle) in wanted.items():
-        found = figures_of(lengths, size=SAMPLES)
-        measured = bubble(found, longest=lengths.cap)
-        for what, one, other in (
-            ("mean", found.mean, mean),
-            ("p50", found.p50, p50),
-            ("p90", found.p90, p90),
-            ("p99", found.p99, p99),
-            ("at the cap", found.capped, capped),
+    for name, (lengths, mean, p50, p90, p99, capped, idle) in published.items():
+        figures = figures_of(lengths, size=SAMPLES)
+        measured = bubble(figures, longest=lengths.cap)
+        for what, simulated, other in (
+            ("mean", figures.mean, mean),
+            ("p50", figures.p50, p50),
+            ("p90", figures.p90, p90),
+            ("p99", figures.p99, p99),
+            ("at the cap", figures.capped, capped),
             ("bubble", measured, idle),
-            ("E[longest of 16] / mean", found.tail, None),
+            ("E[longest of 16] / mean", figures.tail, None),
         ):
             rows.append(
                 {
                     "fit": name,
                     "figure": what,
                     "published": other,
-                    "simulated": one,
-                    "error": error(one, other),
+                    "simulated": simulated,
+                    "error": error(simulated, other),
                 }
             )
     return Table(name="lengths", title="Response lengths: censored log-normal fits", rows=rows)
 
 
-def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
+def ratio_rows(minutes: Mapping[tuple[str, int], float]) -> list[Row]:
     """Return step times relative to DORA's, from minutes by (row, GPUs)."""
     rows: list[Row] = []
     for other in ("sync", "one-step"):
         for gpus in SIZES:
             ours, theirs = PUBLISHED["dora", gpus].step_min, PUBLISHED[other, gpus].step_min
-            wanted = theirs / ours if ours and theirs else None
-            simulated = found[other, gpus] / found["dora", gpus]
+            published = theirs / ours if ours and theirs else None
+            simulated = minutes[other, gpus] / minutes["dora", gpus]
             rows.append(
                 {
                     "dora against": other,
                     "gpus": gpus,
-                    "published": wanted,
+                    "published": published,
                     "simulated": simulated,
-                    "error": error(simulated, wanted),
+                    "error": error(simulated, published),
                 }
             )
     return rows
 
 
-def published_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+def published_row(scenario: Scenario, seeds: Seeds, law: ScalingModel) -> Row:
     """Return published and simulated values."""
-    wanted, limit = scenario.published, limit_min(scenario, law)
-    shares = found.staleness()
+    published, limit = scenario.published, limit_min(scenario, law)
+    shares = seeds.staleness()
     return {
         "row": scenario.name,
         "gpus": scenario.gpus,
         "part": scenario.part,
-        "step": wanted.step_min,
-        "step sim": plus_minus(found, "step_min"),
-        "step err": error(found.mean("step_min"), wanted.step_min),
+        "step": published.step_min,
+        "step sim": plus_minus(seeds, "step_min"),
+        "step err": error(seeds.mean("step_min"), published.step_min),
         "limit": limit,
-        "above": error(found.mean("step_min"), limit),
-        "exposed": wanted.exposed_min,
-        "exposed sim": plus_minus(found, "exposed_min"),
-        "exposed err": error(found.mean("exposed_min"), wanted.exposed_min),
-        "tok/s": wanted.tokens_s,
-        "tok/s sim": plus_minus(found, "tokens_s", 0),
-        "tok/s err": error(found.mean("tokens_s"), wanted.tokens_s),
-        "staleness": histogram(wanted.staleness),
+        "above": error(seeds.mean("step_min"), limit),
+        "exposed": published.exposed_min,
+        "exposed sim": plus_minus(seeds, "exposed_min"),
+        "exposed err": error(seeds.mean("exposed_min"), published.exposed_min),
+        "tok/s": published.tokens_s,
+        "tok/s sim": plus_minus(seeds, "tokens_s", 0),
+        "tok/s err": error(seeds.mean("tokens_s"), published.tokens_s),
+        "staleness": histogram(published.staleness),
         "staleness sim": histogram(shares),
-        "overlap": overlap(shares, wanted.staleness) if wanted.staleness else None,
-        "idle slots": 1 - found.mean("slots_used"),
+        "overlap": overlap(shares, published.staleness) if published.staleness else None,
+        "idle slots": 1 - seeds.mean("slots_used"),
     }
 
 
@@ -161,10 +161,10 @@ def published_tables(
     rows: list[Row] = []
     minutes: dict[tuple[str, int], float] = {}
     for gpus in SIZES:
-        for one in published_rows(gpus):
-            found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
-            rows.append(published_row(one, found, law))
-            minutes[one.name, gpus] = found.mean("step_min")
+        for scenario in published_rows(gpus):
+            simulated = simulate_seeds(scenario, law=law, seeds=seeds, steps=steps)
+            rows.append(published_row(scenario, simulated, law))
+            minutes[scenario.name, gpus] = simulated.mean("step_min")
     yield Table(
         name="dora",
         title="DORA's table: minutes per step, minutes without training, tokens/s",
@@ -183,12 +183,12 @@ SECTIONS = ("lengths", "dora")
 
 def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iterator[Table]:
     """Yield the requested sections."""
-    made: dict[str, Callable[[], Iterable[Table]]] = {
+    makers: dict[str, Callable[[], Iterable[Table]]] = {
         "lengths": lambda: [lengths_table()],
         "dora": lambda: published_tables(seeds, steps),
     }
     for name in sections:
-        yield from made[name]()
+        yield from makers[name]()
 
 
 def command(

@@ -48,7 +48,7 @@ def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
     ]
     known = {("sampling", f"groups of version {at}"): value for at, value in enumerate(told)}
     role = role_waits(
-        "trainer", found, SECOND_NS, told=known, known_s=sum(told) + more_s, skip="batch"
+        "trainer", found, SECOND_NS, batch_waits=known, known_s=sum(told) + more_s, skip="batch"
     )
     (_, whole_s, whole, _, _), *rows = role.rows()
     assert whole <= 1 + 1e-9

@@ -57,8 +57,8 @@ class Recorder(AgentObserver):
     def refused(self, *said: Any) -> None:
         self.steps.append(("refused", said))
 
-    def told(self, *said: Any) -> None:
-        self.steps.append(("told", said))
+    def answered(self, *said: Any) -> None:
+        self.steps.append(("answered", said))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def found(steps: Sequence[Step]) -> str:
 
 def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -> list[Step]:
     """Change the twentieth answer."""
-    (at,) = [at for at, one in enumerate(steps) if one[0] == "told"][20:21]
+    (at,) = [at for at, one in enumerate(steps) if one[0] == "answered"][20:21]
     name, (incarnation, prompt, answer) = steps[at]
     return [*steps[:at], (name, (incarnation, prompt, change(answer))), *steps[at + 1 :]]
 
@@ -108,7 +108,7 @@ def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
 
 
 def test_answer_that_is_not_in_the_log_is_found(sound: list[Step]) -> None:
-    told = next(at for at, one in enumerate(sound) if one[0] == "told")
+    told = next(at for at, one in enumerate(sound) if one[0] == "answered")
     late = [one for one in sound[:told] if one[0] == "landed"]
     assert late
     assert found([one for one in sound if one not in late]) == "calls"
@@ -132,7 +132,7 @@ def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
 
 
 def test_record_with_an_answer_that_its_agent_has_not_heard_is_found(sound: list[Step]) -> None:
-    told = next(at for at, one in enumerate(sound) if one[0] == "told")
+    told = next(at for at, one in enumerate(sound) if one[0] == "answered")
     assert found([*sound[:told], *sound[told + 1 :]]) == "calls"
 
 

@@ -226,6 +226,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 learner_factory=partial(make_learner, log=log),
                 config=config,
                 adopt=adopt,
+                snapshot=directory.commits,
                 transfers=opened.transfers.address,
             )
     finally:

@@ -23,6 +23,7 @@ from dora_pipe.consumers.trainer.effects import (
     Restore,
     TrainPart,
     TrainStep,
+    WriteHistory,
 )
 from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
@@ -520,4 +521,5 @@ class PlainParts:
             TrainStep: delays.train_ns,
             PublishPolicy: delays.publish_ns,
             DropFiles: 0,
+            WriteHistory: 0,
         }[type(effect)]

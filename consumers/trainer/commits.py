@@ -7,15 +7,24 @@ an open group, so an older unpinned version is never pinned later.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+import dora_pipe.schemas.control
 from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.trainer.checks import Known
-from dora_pipe.schemas.control import RunStarted, StepCommitted
+from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, VersionsDropped
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
+from dora_pipe.schemas.wire import sha256_hex
+
+LOG = logging.getLogger(__name__)
 
 CHANGED_SHARE: Final = "changed_share"
 DELTA_SHARE: Final = "delta_share"
@@ -35,6 +44,19 @@ class CommitNote:
     whole: bool = True
     """False if stored only as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, offset: int, commit: StepCommitted) -> CommitNote:
+        """Return the note of a commit."""
+        return cls(
+            step=commit.step,
+            attempt=commit.attempt,
+            offset=offset,
+            digest=commit.digest_after,
+            checkpoint=commit.checkpoint,
+            whole=commit.full,
+            starts=smallest_offsets(commit),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +146,17 @@ class CommitHistory:
             trained={name: trained[name] for name in names},
         )
 
+    def fold(self, offset: int, record: object) -> None:
+        """Apply a record of control."""
+        if isinstance(record, RunStarted):
+            self.run_started = self.run_started or record
+        elif isinstance(record, RoleStarted) and record.role == "trainer":
+            self.incarnation = max(self.incarnation, record.incarnation)
+        elif isinstance(record, VersionsDropped):
+            self.kept.difference_update(record.versions)
+        elif isinstance(record, StepCommitted) and not self.add(offset, record):
+            LOG.warning("commit of step %d at offset %d does not count", record.step, offset)
+
     def add(self, offset: int, commit: StepCommitted) -> bool:
         """Add a commit; return whether it counts.
 
@@ -138,17 +171,8 @@ class CommitHistory:
             self.revoke()
         if commit.step != self.next_step:
             return False
-        self.notes.append(
-            CommitNote(
-                step=commit.step,
-                attempt=commit.attempt,
-                offset=offset,
-                digest=commit.digest_after,
-                checkpoint=commit.checkpoint,
-                whole=commit.full,
-                starts=smallest_offsets(commit),
-            )
-        )
+        self.notes.append(CommitNote.of(offset, commit))
+        self.incarnation = max(self.incarnation, commit.incarnation)
         self.kept.add(commit.step + 1)
         self.decisions_next = commit.decisions_next
         self._remember(commit)
@@ -166,6 +190,31 @@ class CommitHistory:
         past = [name for name, (_, deadline) in self.trained.items() if deadline < commit.step]
         for name in past:
             del self.trained[name]
+
+
+def encode_history(history: CommitHistory) -> bytes:
+    """Return a snapshot: a line that seals the body, and the history as JSON."""
+    body = msgspec.json.encode(history)
+    return _seal(body) + b"\n" + body
+
+
+def decode_history(content: bytes) -> CommitHistory:
+    """Return the history of a snapshot. Raises ValueError if damaged or from other code."""
+    seal, _, body = content.partition(b"\n")
+    if seal != _seal(body):
+        raise ValueError("damaged, or written by other code")
+    return msgspec.json.decode(body, type=CommitHistory)
+
+
+def _seal(body: bytes) -> bytes:
+    return sha256_hex(_source(), body).encode()
+
+
+@cache
+def _source() -> bytes:
+    """Return the code that folds commits and decodes control."""
+    files = (__file__, dora_pipe.schemas.control.__file__)
+    return b"".join(Path(file).read_bytes() for file in files)
 
 
 def smallest_offsets(commit: StepCommitted) -> dict[int, int]:

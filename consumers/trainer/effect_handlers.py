@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from dora_pipe.bus.bus import Bus
 from dora_pipe.consumers.contributions import write_contributions
@@ -52,8 +52,9 @@ from dora_pipe.consumers.trainer.effects import (
     TrainPart,
     TrainStep,
     Unreadable,
+    WriteHistory,
 )
-from dora_pipe.consumers.trainer.recovery import read_commits
+from dora_pipe.consumers.trainer.recovery import read_commits, write_snapshot
 from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, StepFiles, load_base, steps_again
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError
@@ -82,6 +83,8 @@ class HandlersSetup:
     """Version 0, with optimizer state if any."""
     starts: Mapping[int, int]
     adopt: bool = False
+    snapshot: Path | None = None
+    """File of the commits' snapshot."""
     leaves_device: bool = False
     """True to free the device between steps."""
     records_max: int = RECORDS_MAX
@@ -133,6 +136,8 @@ class EffectHandlers:
             return self._train(effect)
         if isinstance(effect, DropFiles):
             return self._drop(effect)
+        if isinstance(effect, WriteHistory):
+            return self._write_history(effect)
         return self._publish(effect)
 
     def idle(self) -> Iterator[Event]:
@@ -357,6 +362,11 @@ class EffectHandlers:
             LOG.warning("dropped versions stay in the store: %s", error.message)
         yield from ()
 
+    def _write_history(self, effect: WriteHistory) -> Iterator[Event]:
+        if self._setup.snapshot is not None:
+            write_snapshot(self._setup.snapshot, effect.content)
+        yield from ()
+
     def _unreadable(self) -> Iterator[Unreadable]:
         for letter in self.reader.dead_letters():
             yield Unreadable(dead_letter=letter)
@@ -366,4 +376,4 @@ def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
     return {name: one.trajectory for name, one in arrived.items() if one.trajectory is not None}
 
 
-EFFECTS: Final = (Restore, TrainPart, FetchBatch, TrainStep, PublishPolicy, DropFiles)
+EFFECTS: Final = get_args(Effect)

@@ -72,7 +72,14 @@ class DropFiles:
     optimizers: tuple[str, ...]
 
 
-Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteHistory:
+    """Write a snapshot of the commits; answered by no event."""
+
+    content: bytes
+
+
+Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles | WriteHistory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

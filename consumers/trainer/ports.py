@@ -8,13 +8,20 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
-from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event, FetchBatch, PublishPolicy
+from dora_pipe.consumers.trainer.effects import (
+    DropFiles,
+    Effect,
+    Event,
+    FetchBatch,
+    PublishPolicy,
+    WriteHistory,
+)
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
 from dora_pipe.core.loop.runtime import Meter
 
 EFFECTS_MAX: Final = 4
-"""A part, a drop and a restore."""
+"""A part, a drop, a snapshot and a restore."""
 
 EVENTS_MAX: Final = 1024
 """Queued events; then the thread waits."""
@@ -45,7 +52,7 @@ class ThreadPort:
         self._handlers: EffectHandlers | None = None
         handlers: dict[type, Handler] = {
             **dict.fromkeys(EFFECTS, Handler(do=self._do, failed=ends_role)),
-            DropFiles: Handler(do=self._do, failed=unanswered),
+            **dict.fromkeys((DropFiles, WriteHistory), Handler(do=self._do, failed=unanswered)),
         }
         publishing = {PublishPolicy: handlers.pop(PublishPolicy)}
         self._publisher = EffectRunner("trainer-publishing", publishing, asked_max=1)

@@ -78,6 +78,7 @@ class _Trainer:
     run: RunStarted
     config: Config
     adopt: bool
+    snapshot: Path | None
     transfers: str
 
 
@@ -90,6 +91,7 @@ def run_trainer(
     learner_factory: LearnerFactory = make_learner,
     config: Config | None = None,
     adopt: bool = False,
+    snapshot: Path | None = None,
     transfers: str = "",
     clock: Clock | None = None,
     meter: Meter | None = None,
@@ -98,7 +100,8 @@ def run_trainer(
 
     Calls `open_bus` twice, for loop and working thread. Free keys (timing, checkpoints, threads)
     come from `config`, others from the log. `adopt` accepts committed weights that cannot be
-    reproduced. `transfers` is this process's weight server.
+    reproduced. `snapshot` is the file that shortens a restart. `transfers` is this process's weight
+    server.
 
     Raises UsageError, ReplayDiverged, NonFinite, Fenced, OutcomeUnknown, PolicyError,
     ResourceError, BusError.
@@ -112,7 +115,7 @@ def run_trainer(
         )
         with closing(writer):
             await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
-            history = read_history(bus, topics, clock)
+            history = read_history(bus, topics, clock, snapshot)
             if history.run_started is None:
                 raise InvariantBroken(f"the first record of {topics.control} cannot be read")
             here = _Trainer(
@@ -124,6 +127,7 @@ def run_trainer(
                 run=history.run_started,
                 config=_config_of(history.run_started, config),
                 adopt=adopt,
+                snapshot=snapshot,
                 transfers=transfers,
             )
             incarnation = _announce(writer, topics, history, clock)
@@ -137,6 +141,7 @@ def handlers_setup(
     history: CommitHistory,
     *,
     adopt: bool,
+    snapshot: Path | None = None,
 ) -> HandlersSetup:
     """Return start offsets and cache bounds."""
     batch = config.rollout.prompts_per_step * config.rollout.group_size
@@ -146,6 +151,7 @@ def handlers_setup(
         started=run,
         starts=dict(history.starts),
         adopt=adopt,
+        snapshot=snapshot,
         leaves_device=config.trainer.offload_between_steps,
         records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
     )
@@ -198,7 +204,9 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
 def _opener(
     here: _Trainer, history: CommitHistory
 ) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
-    setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
+    setup = handlers_setup(
+        here.topics, here.run, here.config, history, adopt=here.adopt, snapshot=here.snapshot
+    )
 
     @contextmanager
     def opened(meter: Meter) -> Iterator[EffectHandlers]:

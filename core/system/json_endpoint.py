@@ -5,23 +5,24 @@ Temporary failures raise `EndpointAway`, permanent ones `EndpointRefused`.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
-import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from dora_pipe.core.errors import ConfigError, ResourceError, one_line
+from dora_pipe.core.system.background import Background
 
 if TYPE_CHECKING:
-    import requests
+    import httpx2
 
 _PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
 _QUOTED: Final = 200
 
-_PIECE_BYTES: Final = 512
-"""Small reads, so that slow servers do not delay the deadline check."""
+LOOP: Final = Background()
 
 
 class EndpointAway(ResourceError):
@@ -48,94 +49,61 @@ class JsonEndpoint:
         concurrency: int,
         bytes_max: int,
     ) -> None:
+        import httpx2
+
         self.where = f"{who} at {url.rstrip('/')}"
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
-        self._concurrency = concurrency
         self._bytes_max = bytes_max
-        self._session: requests.Session | None = None
-        self._opening = threading.Lock()
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        limits = httpx2.Limits(max_keepalive_connections=concurrency)
+        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+        self.close: Callable[[], object] = weakref.finalize(self, _close, self._client)
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return the response body. Raises EndpointAway, EndpointRefused.
+        """Return the response body. Raises EndpointAway, EndpointRefused."""
+        import httpx2
 
-        Uses a thread, because socket timeouts do not bound the total.
-        """
-        done: Future[bytes] = Future()
-
-        def ask() -> None:
-            try:
-                done.set_result(self._ask(path, body))
-            except (ResourceError, ValueError, OSError) as error:
-                done.set_exception(error)
-
-        threading.Thread(target=ask, name="json-endpoint", daemon=True).start()
+        content = msgspec.json.encode(body)
         try:
-            return done.result(self._timeout_s)
+            status, answer = LOOP.run(self._ask(path, content)).result()
         except TimeoutError:
             raise EndpointAway(
                 f"{self.where} did not answer completely within {self._timeout_s:g} s"
             ) from None
-
-    def _ask(self, path: str, body: Mapping[str, Any]) -> bytes:
-        import requests
-
-        end = time.monotonic() + self._timeout_s
-        try:
-            with self._connected().post(
-                self._url + path,
-                json=body,
-                auth=self._sign,
-                timeout=self._timeout_s,
-                allow_redirects=False,
-                stream=True,
-            ) as answer:
-                content = self._body(answer, end)
-                status = answer.status_code
-        except requests.RequestException as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise EndpointAway(f"{self.where} does not answer: {error}") from None
         if status in _PASSES:
-            raise EndpointAway(f"{self.where} says {status}: {self._shown(content)}")
+            raise EndpointAway(f"{self.where} says {status}: {self._shown(answer)}")
         if status != 200:
-            raise EndpointRefused(f"{self.where} answered {status}: {self._shown(content)}")
-        return content
+            raise EndpointRefused(f"{self.where} answered {status}: {self._shown(answer)}")
+        return answer
 
-    def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-
-    def _connected(self) -> requests.Session:
-        import requests
-        from requests.adapters import HTTPAdapter
-
-        with self._opening:
-            if self._session is None:
-                self._session = requests.Session()
-                adapter = HTTPAdapter(pool_maxsize=self._concurrency)
-                self._session.mount("http://", adapter)
-                self._session.mount("https://", adapter)
-            return self._session
-
-    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Set the key's header and ignore .netrc."""
-        if self._key:
-            request.headers["Authorization"] = f"Bearer {self._key}"
-        return request
-
-    def _body(self, answer: requests.Response, end: float) -> bytes:
+    async def _ask(self, path: str, content: bytes) -> tuple[int, bytes]:
+        """Return status and body; the limit covers the whole call."""
         body = bytearray()
-        for piece in answer.iter_content(_PIECE_BYTES):
-            body += piece
-            if len(body) > self._bytes_max or time.monotonic() > end:
-                raise EndpointAway(
-                    f"the answer of {self.where} is too long or incomplete ({len(body)} bytes)"
-                )
-        return bytes(body)
+        async with (
+            asyncio.timeout(self._timeout_s),
+            self._client.stream("POST", self._url + path, content=content) as answer,
+        ):
+            async for piece in answer.aiter_bytes():
+                body += piece
+                if len(body) > self._bytes_max:
+                    raise EndpointAway(
+                        f"the answer of {self.where} is too long ({len(body)} bytes)"
+                    )
+            return answer.status_code, bytes(body)
 
     def _shown(self, body: bytes) -> str:
         text = body.decode(errors="replace")
         return quoted(text.replace(self._key, "...") if self._key else text)
+
+
+def _close(client: httpx2.AsyncClient) -> None:
+    LOOP.run(client.aclose())
 
 
 def quoted(text: str) -> str:

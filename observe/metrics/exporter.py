@@ -8,11 +8,9 @@ last values remain and `log_up` is 0.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from typing import Final, Self
-from urllib.parse import urlsplit
+from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
@@ -21,7 +19,7 @@ from prometheus_client.registry import Collector
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import BusError, TopicMissing
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.core.system.local_http import LOOPBACK, LocalHandler, LocalServer
+from dora_pipe.core.system.http_server import LOOPBACK, PageServer
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.metrics.metric import families
@@ -32,9 +30,7 @@ from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
 
-IDLE_S: Final = 10.0
-
-REQUESTS_MAX: Final = 8
+CONNECTIONS_MAX: Final = 32
 
 
 class Exporter(Collector):
@@ -97,45 +93,19 @@ class Exporter(Collector):
             self.families = families(METRICS, self._stats)
 
 
-class MetricsServer(LocalServer):
-    """Serve ``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
+def metrics_server(exporter: Exporter, *, port: int, host: str = LOOPBACK) -> PageServer:
+    """Return the server of an exporter's ``/metrics``. Raises ResourceError."""
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import Route
 
-    def __init__(self, exporter: Exporter, *, port: int, host: str = LOOPBACK) -> None:
-        self.exporter = exporter
-        self.registry = CollectorRegistry()
-        self.registry.register(exporter)
-        super().__init__(_Handler, host=host, port=port, requests_max=REQUESTS_MAX)
+    registry = CollectorRegistry()
+    registry.register(exporter)
 
-    @property
-    def address(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.port}/metrics"
+    def page(request: Request) -> Response:
+        if exporter.families is None:
+            return PlainTextResponse("the log is being read\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @property
-    def port(self) -> int:
-        return self.server_port
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(LocalHandler):
-    server: MetricsServer
-    timeout = IDLE_S
-
-    def answer(self) -> None:
-        if urlsplit(self.path).path != "/metrics":
-            self.say(HTTPStatus.NOT_FOUND, "there is only /metrics")
-        elif self.server.exporter.families is None:
-            self.say(HTTPStatus.SERVICE_UNAVAILABLE, "the log is being read")
-        else:
-            headers = {"Content-Type": CONTENT_TYPE_LATEST}
-            self.send_whole(HTTPStatus.OK, headers, generate_latest(self.server.registry))
-
-    def say(self, status: HTTPStatus, text: str) -> None:
-        headers = {"Content-Type": "text/plain; charset=utf-8"}
-        self.send_whole(status, headers, f"{text}\n".encode())
+    routes = [Route("/metrics", page)]
+    return PageServer(routes, host=host, port=port, connections_max=CONNECTIONS_MAX)

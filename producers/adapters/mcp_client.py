@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from dora_pipe import __version__
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ResourceError, TaskError, one_line
-from dora_pipe.producers.tasks.background import Background
+from dora_pipe.core.system.background import Background
 
 if TYPE_CHECKING:
     import httpx2

@@ -283,15 +283,12 @@ def _plain(value: Any) -> str:
 
 
 def _got(where: str, url: str) -> dict[str, Any]:
-    import requests
+    import httpx2
 
     try:
-        with requests.Session() as session:
-            session.trust_env = False
-            answer = session.get(url, timeout=ASK_S, allow_redirects=False)
-            answer.raise_for_status()
-            found = answer.json()
-    except requests.RequestException as error:
+        answer = httpx2.get(url, timeout=ASK_S, trust_env=False)
+        found = answer.raise_for_status().json()
+    except (httpx2.HTTPError, ValueError) as error:
         raise TaskError(f"{where} has no metadata: {error}") from None
     if not isinstance(found, dict):
         raise TaskError(f"{where} has no metadata: {url} returned no object")

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.system.console import die_with, name_process
+from dora_pipe.core.system.http_server import bounded_server
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.app import Endpoint
@@ -36,62 +34,11 @@ from dora_pipe.producers.sessions.frames import (
 from dora_pipe.producers.sessions.sessions import Sessions, Source
 from dora_pipe.producers.worker.chats import chat_options
 
-HEAD_BYTES_MAX: Final = 64 * 1024
-"""Request line and headers."""
-
-HEAD_S: Final = 15.0
-"""Timeout of headers."""
-
-KEEP_ALIVE_S: Final = 75
-"""Idle timeout; longer than clients', so that these close first."""
-
 CONNECTIONS_MAX: Final = 32_768
 """Maximum connections; others get 503."""
 
 BACKLOG: Final = 4096
 READ_BYTES: Final = 1 << 18
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """Connection that bounds size and time of headers."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0
-    _in_head = True
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._headed()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
-            self.transport.close()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._headed()
-        self._expect_head()
-
-    def on_headers_complete(self) -> None:
-        self._headed()
-        super().on_headers_complete()
-
-    def _expect_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        self._timer = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def _headed(self) -> None:
-        self._in_head = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 async def serve(listen: socket.socket, link: socket.socket) -> None:
@@ -105,21 +52,7 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
     sessions = open_sessions(setup, lambda frame: writer.write(pack(frame)))
     vocabulary = Tokenizer(Path(setup.assets)).size
     endpoint = Endpoint(sessions, model=setup.model, vocabulary=vocabulary)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            endpoint.app(),
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=CONNECTIONS_MAX,
-            backlog=BACKLOG,
-        )
-    )
+    server = bounded_server(endpoint.app(), connections_max=CONNECTIONS_MAX, backlog=BACKLOG)
     serving = asyncio.create_task(server.serve(sockets=[listen]))
     writer.write(pack(Listening()))
     try:

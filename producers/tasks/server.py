@@ -22,6 +22,7 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
+from dora_pipe.core.system.background import Background
 from dora_pipe.core.system.own_code import traceback_of, with_place
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
@@ -36,7 +37,6 @@ from dora_pipe.producers.tasks.background import (
     HUNG_MOST,
     PLACE,
     THREADS_ELSEWHERE,
-    Background,
     ContinueInLoop,
     Place,
     Threads,

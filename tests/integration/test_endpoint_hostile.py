@@ -8,12 +8,13 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import requests
 
+from dora_pipe.core.system.http_server import HEAD_BYTES_MAX
 from dora_pipe.producers.sessions import app
 from dora_pipe.producers.tasks.calls import EpisodeLost
 from tests.support.chat_models import write_chat_model
@@ -107,6 +108,14 @@ def test_what_is_no_request_is_answered_or_hung_up(one: Stage) -> None:
     ):
         with raw(address, text) as connection:
             assert head_of(connection).split(b" ")[1:2] in ([], [b"400"], [b"404"], [b"405"])
+    assert ask(address).status_code == 200
+
+
+def test_a_head_beyond_its_bound_is_refused_before_it_ends(one: Stage) -> None:
+    address = one.open("g-0/7")
+    text = POST + "x: " + "x" * HEAD_BYTES_MAX
+    with raw(address, text) as connection, suppress(ConnectionResetError):
+        assert head_of(connection).split(b" ")[1:2] in ([], [b"400"])
     assert ask(address).status_code == 200
 
 

@@ -12,10 +12,11 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError, TopicMissing
 from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.http_server import PageServer
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe import following
 from dora_pipe.observe.metrics import exporter as under_test
-from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
+from dora_pipe.observe.metrics.exporter import Exporter, metrics_server
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -33,13 +34,24 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
 
 
 @pytest.fixture
-def server(recorded: RecordedRun) -> Iterator[MetricsServer]:
-    with MetricsServer(Exporter(recorded.run, lambda _: []), port=0) as found:
-        yield found
+def exporter(recorded: RecordedRun) -> Exporter:
+    return Exporter(recorded.run, lambda _: [])
 
 
-def _ask(server: MetricsServer, path: str = "/metrics", host: str | None = None) -> Answer:
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+@pytest.fixture
+def server(exporter: Exporter) -> Iterator[PageServer]:
+    with metrics_server(exporter, port=0) as served:
+        yield served
+
+
+def port_of(server: PageServer) -> int:
+    return int(server.origin.rpartition(":")[2])
+
+
+def _ask(server: PageServer, path: str = "/metrics", host: str | None = None) -> Answer:
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=30)
+    ) as connection:
         connection.request("GET", path, headers={} if host is None else {"Host": host})
         answer = connection.getresponse()
         kind = answer.getheader("Content-Type") or ""
@@ -52,28 +64,28 @@ def test_port_that_is_none_is_a_usage_error(call: Call, recorded: RecordedRun) -
 
 
 def test_nothing_is_answered_before_the_log_was_read_once(
-    server: MetricsServer, bus: SqliteBus, recorded: RecordedRun
+    server: PageServer, exporter: Exporter, bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     assert _ask(server)[0] == 503
     stats = RunStats(recorded.run)
     with closing(stats.follow(bus, recorded.topics)) as follower:
-        server.exporter.read(follower, stats)
+        exporter.read(follower, stats)
     status, kind, text = _ask(server)
     assert (status, kind.partition(";")[0]) == (200, "text/plain")
     assert values_on(text)["dora_pipe_up"] == 1
 
 
 def test_only_metrics_are_there_and_only_for_who_calls_this_machine_by_its_name(
-    server: MetricsServer,
+    server: PageServer,
 ) -> None:
-    assert server.address == f"http://127.0.0.1:{server.port}/metrics"
+    assert server.origin.startswith("http://127.0.0.1:")
     assert _ask(server, "/")[0] == 404
-    assert _ask(server, host="evil.example:9464")[0] == 421
+    assert _ask(server, host="evil.example:9464")[0] == 400
 
 
-def test_port_in_use_is_said_with_a_hint(server: MetricsServer) -> None:
+def test_port_in_use_is_said_with_a_hint(server: PageServer, exporter: Exporter) -> None:
     with pytest.raises(ResourceError, match="is not available") as failed:
-        MetricsServer(server.exporter, port=server.port)
+        metrics_server(exporter, port=port_of(server))
     assert "--port" in (failed.value.hint or "")
 
 

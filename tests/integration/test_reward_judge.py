@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint, said
 
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
 ROW = {"question": "6 * 7", "prompt": "6 * 7"}
+
+PIECES = 100
+"""Pieces of an answer that drips: 5 s."""
 
 Ask = Callable[[str], Reward]
 
@@ -126,7 +131,7 @@ def test_a_score_is_found_in_the_answer(
         ((200, b'{"choices": []}'), "the judge's answer is not a chat completion"),
         ((429, b"slow down"), "says 429: slow down"),
         ((503, b""), "says 503"),
-        ((200, b" " * (5 << 20)), "too long or incomplete"),
+        ((200, b" " * (5 << 20)), "is too long"),
     ],
 )
 def test_what_another_time_may_be_better_is_asked_again_and_not_kept(
@@ -142,13 +147,17 @@ def test_what_another_time_may_be_better_is_asked_again_and_not_kept(
 
 def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) -> None:
     """Each piece comes within the limit, all of them never would."""
-    came = threading.Event()
+    hung_up: Future[bool] = Future()
 
     class Drip(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-            while not came.wait(0.05):
+            for _ in range(PIECES):
                 self.wfile.write(b" ")
+                if select.select([self.connection], [], [], 0.05)[0]:
+                    break
+            hung_up.set_result(bool(select.select([self.connection], [], [], 0)[0]))
 
         def log_message(self, format: str, *args: Any) -> None:
             """Discard log lines."""
@@ -159,7 +168,7 @@ def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) 
         endpoint = Endpoint(always("Score: 1"), url=f"http://127.0.0.1:{server.server_port}/v1")
         with pytest.raises(Retry, match=r"did not answer completely within 0\.2 s"):
             ask(endpoint, timeout_s=0.2)("42")
-        came.set()
+        assert hung_up.result(60)
         server.shutdown()
 
 

@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
+from dora_pipe.observe.metrics.exporter import Exporter, metrics_server
 from dora_pipe.schemas.metrics import FailingServer
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
@@ -56,9 +56,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         exporter = Exporter(
             "scraped", lambda sha: read_contributions(cluster.store.blob("contributions", sha))
         )
-        with MetricsServer(exporter, port=0) as server:
+        with metrics_server(exporter, port=0) as server:
             following = _Following(exporter, cluster, folder)
-            target = f"127.0.0.1:{server.port}"
+            target = server.origin.removeprefix("http://")
             with following, Prometheus(folder, target) as found:
                 found.until('count_over_time(dora_pipe_policy_version{run="scraped"}[1m]) >= 2')
                 cluster.until(lambda: cluster.version >= 4)

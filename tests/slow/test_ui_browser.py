@@ -3,7 +3,6 @@ widths, live and as a file; nothing in the console, nothing from elsewhere, read
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.server import PageServer
+from dora_pipe.observe.web.server import page_server
 from tests.support import chromium
 from tests.support.chromium import Page
 from tests.support.cluster import Cluster, make_config
@@ -62,14 +61,8 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
 @contextmanager
 def served(worker: QueryWorker) -> Iterator[str]:
     """The address of a server of its pages."""
-    with PageServer(worker, port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
+    with page_server(worker, port=0) as server:
+        yield f"{server.origin}/"
 
 
 def _worker(recorded: RecordedRun, *, redact: bool = False) -> QueryWorker:

@@ -36,7 +36,6 @@ OWN = frozenset(
         ".core.errors",
         ".core.system",
         ".core.system.console",
-        ".core.system.local_http",
         ".core.system.proxies",
     )
 )

@@ -8,9 +8,7 @@ import json
 import re
 
 import msgspec
-import pytest
 
-from dora_pipe.core.system.local_http import is_own_name
 from dora_pipe.observe.web.export import MODULES, file_of, joined
 from dora_pipe.observe.web.server import static_files
 
@@ -63,24 +61,3 @@ def test_pages_name_no_other_place() -> None:
     for name, body in static_files().items():
         found = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", body.decode())
         assert set(found) <= {"http://www.w3.org"}, name
-
-
-@pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        ("127.0.0.1:8765", True),
-        ("localhost", True),
-        ("LOCALHOST:1", True),
-        ("[::1]:80", True),
-        ("[::1]", True),
-        ("", False),
-        ("evil.example", False),
-        ("evil.example:8765", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example:8765", False),
-        ("localhost:80@evil.example", False),
-        ("127.0.0.1:x", False),
-    ],
-)
-def test_only_names_of_this_machine_are_answered(host: str, own: bool) -> None:
-    assert is_own_name(host) is own

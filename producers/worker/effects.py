@@ -43,7 +43,14 @@ from dora_pipe.producers.engines.engine import (
     RequestFinished,
     TokensSampled,
 )
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.calls import (
+    EpisodeLost,
+    Forget,
+    GroupRewarded,
+    PromptCall,
+    Rewarded,
+    TaskFailed,
+)
 from dora_pipe.producers.tasks.task import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
@@ -399,5 +406,7 @@ RequestEvent = (
     | TrajectoryEncoded
     | ProgressEncoded
     | EncodeFailed
+    | GroupFetched
+    | GroupRewarded
 )
-"""Events of one request."""
+"""Events of one request or of the scoring of a group."""

@@ -10,19 +10,16 @@ later sampled tokens is not compared. Recorded tokens are never sampled twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-from dora_pipe.core.pure.machine import Now, Published
+from dora_pipe.core.pure.machine import Now
 from dora_pipe.producers.tasks.calls import EpisodeLost, TaskFailed
 from dora_pipe.producers.worker.effects import (
-    EncodeFailed,
     EnvObserved,
-    ProgressEncoded,
     ProgressFetched,
     PromptReady,
 )
-from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
     Phase,
     RequestState,
@@ -41,9 +38,6 @@ TOLD_AGAIN: Final = "episodes told again"
 RETELLINGS_MAX: Final = 16
 """Replays before the request fails."""
 
-BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
-"""Phases in which the last turn may not be durable."""
-
 
 class Episodes:
     """All replayable episodes of one incarnation."""
@@ -51,52 +45,26 @@ class Episodes:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def handle(self, event: Any, now: Now) -> bool:
-        """Handle an event of a replayable episode; return False if `Requests` must handle it."""
-        request = self._requests.by_key.get(getattr(event, "request", ""))
-        if request is None or not request.replayable:
-            return False
-        handler = _TRANSITIONS.get((request.phase, type(event)))
-        return handler is not None and handler(self, request, event, now)
-
-    def handle_published(self, event: Published, now: Now) -> bool:
-        """Handle the acknowledgement of a record after its turn's end; return False for any
-        other."""
-        request = self._requests.by_key.get(event.tag.removeprefix(PROGRESS_TAG))
-        if request is None or not request.replayable or request.phase not in BETWEEN:
-            return False
-        self._requests.chunk_published(request, event, now)
-        return True
-
-    def _encoded(self, request: RequestState, event: ProgressEncoded, now: Now) -> bool:
-        self._requests.append_progress(request, event, now)
-        return True
-
-    def _not_encoded(self, request: RequestState, event: EncodeFailed, now: Now) -> bool:
-        self._requests.give_up(request, now, "SchemaError", event.message, retryable=False)
-        return True
-
     # From its prompt, or from its progress
 
-    def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> bool:
-        if not request.sequence.sampled_tokens:
-            return False
-        self._replay(request, event.token_ids, now)
-        return True
+    def prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
+        if request.sequence.sampled_tokens:
+            self._replay(request, event.token_ids, now)
+        else:
+            self._requests.prompted(request, event, now)
 
-    def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> bool:
+    def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         requests = self._requests
         found = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(found, str):
             requests.resume_without(request)
-            return True
+            return
         prompt, request.sequence = request.sequence.token_ids, found
         request.continues(event.chunks)
         request.turn_finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
-        return True
 
-    def _lost(self, request: RequestState, event: EpisodeLost, now: Now) -> bool:
+    def episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         requests, sequence = self._requests, request.sequence
         if sequence.in_stay:
             setup, version = requests.setup, request.served.version
@@ -104,7 +72,8 @@ class Episodes:
                 now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
             )
         if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
-            return False
+            requests.episode_lost(request, event, now)
+            return
         request.retellings += 1
         if requests.starts_again(request, event, now, request.retellings <= RETELLINGS_MAX):
             requests.leave_engine(request)
@@ -113,7 +82,6 @@ class Episodes:
             if sequence.cut():
                 request.turn_finish = "stop"
             requests.ask_prompt(request)
-        return True
 
     # Its turns, told again
 
@@ -141,23 +109,23 @@ class Episodes:
         else:
             requests.complete(request, finish, now)
 
-    def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> bool:
+    def observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
         if not request.replay:
-            return False
+            self._requests.observed(request, event, now)
+            return
         recorded = request.replay.popleft()
         why = _answer_difference(event, recorded)
         if why:
             self._differs(request, f"the answer to turn {recorded.turn} {why}", now)
         else:
             self._tell(request, now)
-        return True
 
-    def _failed(self, request: RequestState, event: TaskFailed, now: Now) -> bool:
+    def environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         if not request.replay:
-            return False
+            self._requests.environment_failed(request, event, now)
+            return
         why = f"turn {request.replay[0].turn} has no answer: {event.error}: {event.message}"
         self._differs(request, why, now)
-        return True
 
     def _differs(self, request: RequestState, why: str, now: Now) -> None:
         self._requests.give_up(request, now, REPLAY_DIFFERS, why, retryable=True)
@@ -179,22 +147,3 @@ def _difference(now: Sequence[int], before: Sequence[int]) -> str:
     if at is None:
         return f"has {len(now)} tokens, and had {len(before)}"
     return f"has token {now[at]} at {at}, and had {before[at]}"
-
-
-Handler = Callable[[Episodes, RequestState, Any, Now], bool]
-
-_TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
-    (Phase.PROMPTING, PromptReady): Episodes._prompted,
-    (Phase.RESUMING, ProgressFetched): Episodes._resumed,
-    (Phase.ENVIRONMENT, EnvObserved): Episodes._observed,
-    (Phase.ENVIRONMENT, TaskFailed): Episodes._failed,
-    (Phase.PROMPTING, EpisodeLost): Episodes._lost,
-    (Phase.RESUMING, EpisodeLost): Episodes._lost,
-    (Phase.FETCHING, EpisodeLost): Episodes._lost,
-    (Phase.WAITING, EpisodeLost): Episodes._lost,
-    (Phase.RUNNING, EpisodeLost): Episodes._lost,
-    (Phase.ENVIRONMENT, EpisodeLost): Episodes._lost,
-    (Phase.REWARDING, EpisodeLost): Episodes._lost,
-    **{(phase, ProgressEncoded): Episodes._encoded for phase in BETWEEN},
-    **{(phase, EncodeFailed): Episodes._not_encoded for phase in BETWEEN},
-}

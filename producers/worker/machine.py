@@ -29,9 +29,11 @@ from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.core.pure.status_schedule import Address, StatusSchedule
 from dora_pipe.core.pure.wait_tracker import PendingWait, WaitTracker
 from dora_pipe.producers.engines.engine import PromptTokens, WeightsLoaded
+from dora_pipe.producers.tasks.calls import GroupRewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
     DropWeights,
     EngineFailed,
+    GroupFetched,
     LoadFailed,
     LoadWeights,
     Sleep,
@@ -50,9 +52,10 @@ from dora_pipe.producers.worker.request import (
     pin_of,
 )
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.scoring import Scorings
+from dora_pipe.producers.worker.scoring import ScoringEvent, Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
+from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingServer, WorkerStatus
 from dora_pipe.schemas.policy import Fallback
@@ -123,7 +126,21 @@ class WorkerMachine:
         self.requests = Requests(setup)
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
-        self.episodes = Episodes(self.requests)
+        self.transitions = Transitions(self.requests, Episodes(self.requests), self.sessions)
+        self._handlers: dict[type, Callable[[Any, Now], None]] = {
+            Record: self._on_record,
+            Published: self._on_published,
+            WeightsLoaded: self._on_loaded,
+            LoadFailed: self._on_load_failed,
+            EngineFailed: self._on_engine_failed,
+            StopAsked: self._on_stop,
+            CaughtUp: self._on_bus_state,
+            HeldBack: self._on_bus_state,
+            GroupFetched: self._on_scoring_event,
+            GroupRewarded: self._on_scoring_event,
+            TaskFailed: self._on_scoring_event,
+        }
+        """Handlers of events; those of requests have their own table, `transitions`."""
         self.served = NOTHING
         self.target = NOTHING
         self.loading: Served | None = None
@@ -164,9 +181,9 @@ class WorkerMachine:
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         out = self.requests.begin_turn(now.mono_ns)
-        for one in inputs:
+        for event in inputs:
             if not self.finished:
-                self._handle(one, now)
+                self._handlers.get(type(event), self.transitions.handle)(event, now)
         if not self.finished:
             self._go_on(now)
         if self.outcome in ("fenced", "replaced"):
@@ -189,29 +206,23 @@ class WorkerMachine:
 
     # Inputs
 
-    def _handle(self, one: Any, now: Now) -> None:
-        match one:
-            case Record():
-                self._on_record(one, now)
-            case Published():
-                self._on_published(one, now)
-            case WeightsLoaded():
-                self._on_loaded(one, now)
-            case LoadFailed():
-                what = f"worker {self.setup.worker} cannot host version {one.version}"
-                self.error_hint = one.hint
-                self._fail(f"{what}: {one.message}", one.here, now)
-            case EngineFailed():
-                what = f"the engine of worker {self.setup.worker} failed"
-                self._fail(f"{what}: {one.message}", True, now)
-            case StopAsked():
-                self._leave("its process was asked to stop", now)
-            case CaughtUp() | HeldBack():
-                pass  # decisions about it come after it joined; late ones are still obeyed
-            case _:
-                apart = (self.scorings, self.sessions, self.episodes)
-                if not any(some.handle(one, now) for some in apart):
-                    self.requests.handle(one, now)
+    def _on_load_failed(self, event: LoadFailed, now: Now) -> None:
+        self.error_hint = event.hint
+        error = f"worker {self.setup.worker} cannot host version {event.version}: {event.message}"
+        self._fail(error, event.here, now)
+
+    def _on_engine_failed(self, event: EngineFailed, now: Now) -> None:
+        self._fail(f"the engine of worker {self.setup.worker} failed: {event.message}", True, now)
+
+    def _on_stop(self, event: StopAsked, now: Now) -> None:
+        self._leave("its process was asked to stop", now)
+
+    def _on_bus_state(self, event: CaughtUp | HeldBack, now: Now) -> None:
+        """Do nothing: decisions about this worker come after it joined; late ones are obeyed."""
+
+    def _on_scoring_event(self, event: ScoringEvent, now: Now) -> None:
+        owner = self.scorings if event.request in self.scorings else self.transitions
+        owner.handle(event, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
         """Raises SchemaError or InvariantBroken, since no decision may be skipped."""
@@ -224,9 +235,7 @@ class WorkerMachine:
                 self._obey(decision, now)
 
     def _on_published(self, event: Published, now: Now) -> None:
-        apart = (self.sessions, self.episodes)
-        if not any(some.handle_published(event, now) for some in apart):
-            self.requests.handle_published(event, now)
+        self.transitions.handle_published(event, now)
         if event.tag.startswith(PROGRESS_TAG):
             self._schedule.bring_forward(PROGRESS_STATUS_NS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Final, Literal
 
 from dora_pipe.core.pure.machine import Now
@@ -58,6 +58,15 @@ class Phase(StrEnum):
     LEAVING = "the progress topic"
     EXPORTING = "the engine to let go"
     RELEASING = "the handover"
+
+
+class Kind(Enum):
+    """Kind of a request, which selects its transitions."""
+
+    PLAIN = "plain"
+    REPLAYABLE = "replayable episode"
+    SESSION = "session of an agent"
+    CALL = "call of a session"
 
 
 GENERATING = frozenset(
@@ -182,6 +191,14 @@ class RequestState:
         if self.pin == ANY_VERSION:
             self.served = served
             self.weights[served.version] = served.digest
+
+    @property
+    def kind(self) -> Kind:
+        if self.call is not None:
+            return Kind.CALL
+        if self.session is not None:
+            return Kind.SESSION
+        return Kind.REPLAYABLE if self.replayable else Kind.PLAIN
 
     @property
     def own(self) -> Served:

@@ -8,8 +8,8 @@
     between two turns: ENVIRONMENT or WAITING -> RELEASING (it moves) or LEAVING
     of an agent: see `sessions`
 
-Methods follow this order. A method that needs a port ends with an effect; `_TRANSITIONS` and
-`_ACKNOWLEDGED` map the answer to the next method. Other events are only counted.
+Methods follow this order. A method that needs a port ends with an effect; `transitions`
+maps its answer to the next method.
 
 Rules:
 
@@ -24,15 +24,14 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from dora_pipe.core.pure.machine import Now, Publish, Published
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
-    DropKv,
     EncodeFailed,
     EncodeTrajectory,
     EngineAdd,
@@ -49,12 +48,11 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     PromptReady,
     PutKv,
-    RequestEvent,
     RewardCall,
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import label_of
-from dora_pipe.producers.worker.progress import PROGRESS_TAG, ProgressRecords
+from dora_pipe.producers.worker.progress import ProgressRecords
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     EPISODE_RESTARTS_MAX,
@@ -95,28 +93,6 @@ class Requests(ProgressRecords):
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
 
-    def handle(self, event: RequestEvent, now: Now) -> None:
-        request = self.by_key.get(event.request)
-        if request is None:
-            self.counts["ignored"] += 1
-            if isinstance(event, KvPut) and event.blob is not None:
-                self.ask(DropKv(blob=event.blob))  # the request was dropped during the handover
-            return
-        self._go_on(_TRANSITIONS.get((request.phase, type(event))), request, event, now)
-
-    def handle_published(self, event: Published, now: Now) -> None:
-        request = self.by_key.get(event.tag[2:])
-        if request is None:
-            self.counts["ignored"] += 1
-            return
-        self._go_on(_ACKNOWLEDGED.get((request.phase, event.tag[:2])), request, event, now)
-
-    def _go_on(self, handler: Handler | None, request: RequestState, event: Any, now: Now) -> None:
-        if handler is None:
-            self.counts["refused"] += 1
-        else:
-            handler(self, request, event, now)
-
     # Placed: PROMPTING, RESUMING, FETCHING
 
     def place(self, place: ScheduledRequest, now: Now) -> None:
@@ -138,12 +114,12 @@ class Requests(ProgressRecords):
             )
         )
 
-    def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
+    def prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
         if not 1 <= tokens < context_tokens:
             why = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
             failed = TaskFailed(request=request.key, error="PromptUnfit", message=why)
-            self._prompt_failed(request, failed, now)
+            self.prompt_failed(request, failed, now)
             return
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
@@ -155,11 +131,11 @@ class Requests(ProgressRecords):
         self.enter(request, Phase.RESUMING)
         self.ask(FetchProgress(request=request.key, resume=request.resume))
 
-    def _prompt_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+    def prompt_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         message = f"row {request.place.spec.index}: {event.message}"
         self.give_up(request, now, event.error, message, retryable=False)
 
-    def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
+    def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
         if self.progress_error(request, event) or not chunks:  # progress of an episode
             self.resume_without(request)
@@ -198,7 +174,7 @@ class Requests(ProgressRecords):
         label = label_of(request.place.trajectory, request.sequence.token_ids)
         self.ask(FetchKv(request=request.key, label=label, blob=request.blob))
 
-    def _kv_fetched(self, request: RequestState, event: KvFetched, now: Now) -> None:
+    def kv_fetched(self, request: RequestState, event: KvFetched, now: Now) -> None:
         request.kv = event.kv
         if event.kv is None:
             request.blob = None
@@ -221,7 +197,7 @@ class Requests(ProgressRecords):
             self.hand(request)
             self.ask(EngineAdd(request=engine_request_of(request, emit_every)))
 
-    def _started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
+    def started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
         self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
         request.under(self.served)
@@ -234,7 +210,7 @@ class Requests(ProgressRecords):
             self.counts[f"KV cache not imported: {event.why}"] += 1
         self.drop_kv(request)
 
-    def _sampled(self, request: RequestState, event: TokensSampled, now: Now) -> None:
+    def sampled(self, request: RequestState, event: TokensSampled, now: Now) -> None:
         request.sequence.sampled(
             event.token_ids, event.logprobs, event.sampler_logprobs, event.routes
         )
@@ -256,7 +232,7 @@ class Requests(ProgressRecords):
                 )
                 request.under(served)
 
-    def _finished(self, request: RequestState, event: RequestFinished, now: Now) -> None:
+    def finished(self, request: RequestState, event: RequestFinished, now: Now) -> None:
         setup, version = self.setup, request.served.version
         request.sequence.end_stay(
             now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
@@ -281,7 +257,7 @@ class Requests(ProgressRecords):
         request.asked_ns = now.wall_ns
         self.ask(EnvStep(request=request.key, token_ids=said, source=request.source))
 
-    def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
+    def observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
         """Append an observation; one that does not fit ends the request by length."""
         sequence, setup = request.sequence, self.setup
         request.tool_error = request.tool_error or event.error
@@ -303,10 +279,10 @@ class Requests(ProgressRecords):
         else:
             self._wait(request)
 
-    def _environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+    def environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         self.broken(request, f"{event.error}: {event.message}", now)
 
-    def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
+    def episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         request.restarts += 1
         if self.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
             self.counts[STARTED_AGAIN] += 1
@@ -336,7 +312,7 @@ class Requests(ProgressRecords):
         request.agent_answer = text
         self.enter(request, Phase.REWARDING)
         if rewarded is not None:
-            self._rewarded(request, rewarded, now)
+            self.rewarded(request, rewarded, now)
             return
         spec, sequence = request.place.spec, request.sequence
         self.ask(
@@ -359,7 +335,7 @@ class Requests(ProgressRecords):
             self.ask(Forget(request=request.key, source=request.source))
         self.encode(request)
 
-    def _rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
+    def rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
         if math.isfinite(event.reward):
             request.reward, request.reward_raw = event.reward, event.raw
             request.reward_parts, request.reward_answer = dict(event.parts), event.answer
@@ -368,7 +344,7 @@ class Requests(ProgressRecords):
         request.rewarded_ns = now.wall_ns
         self.encode(request)
 
-    def _reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+    def reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         request.reward_error = f"{event.error}: {event.message}"
         request.rewarded_ns = now.wall_ns
         self.encode(request)
@@ -378,7 +354,7 @@ class Requests(ProgressRecords):
         trajectory = trajectory_of(request, self.setup)
         self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))
 
-    def _encoded(self, request: RequestState, event: TrajectoryEncoded, now: Now) -> None:
+    def encoded(self, request: RequestState, event: TrajectoryEncoded, now: Now) -> None:
         if len(event.value) > VALUE_BYTES_MAX:
             message = f"a trajectory of {len(event.value)} bytes is above {VALUE_BYTES_MAX}"
             self.give_up(request, now, "RecordTooLarge", message, retryable=False)
@@ -395,10 +371,10 @@ class Requests(ProgressRecords):
         self.enter(request, Phase.LOGGING)
         self.out.publish.append(Publish(record=append, tag=TRAJECTORY_TAG + request.key))
 
-    def _encode_failed(self, request: RequestState, event: EncodeFailed, now: Now) -> None:
+    def encode_failed(self, request: RequestState, event: EncodeFailed, now: Now) -> None:
         self.give_up(request, now, "SchemaError", event.message, retryable=False)
 
-    def _trajectory_published(self, request: RequestState, event: Published, now: Now) -> None:
+    def trajectory_published(self, request: RequestState, event: Published, now: Now) -> None:
         self.counts["logged"] += 1
         spec = request.place.spec
         entries = self.logged.setdefault((spec.version, spec.digest), [])
@@ -407,7 +383,7 @@ class Requests(ProgressRecords):
 
     # Progress records
 
-    def _chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
+    def chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
         """An episode may still lose its reward's process and need this record."""
         if request.episode:
             self.append_progress(request, event, now)
@@ -456,7 +432,7 @@ class Requests(ProgressRecords):
         self.enter(request, Phase.RELEASING)
         self._release_if_durable(request, now)
 
-    def _exported(self, request: RequestState, event: EngineExported, now: Now) -> None:
+    def exported(self, request: RequestState, event: EngineExported, now: Now) -> None:
         self.enter(request, Phase.RELEASING)
         sequence, kv = request.sequence, event.kv
         if kv is not None and sequence.sampled_tokens and kv.tokens == len(sequence) - 1:
@@ -465,7 +441,7 @@ class Requests(ProgressRecords):
             self.ask(PutKv(request=request.key, label=label, kv=kv))
         self._release_if_durable(request, now)
 
-    def _kv_put(self, request: RequestState, event: KvPut, now: Now) -> None:
+    def kv_put(self, request: RequestState, event: KvPut, now: Now) -> None:
         request.kv_open, request.blob = False, event.blob
         if event.blob is None:
             self.counts[f"KV cache not handed over: {event.why}"] += 1
@@ -500,51 +476,3 @@ class Requests(ProgressRecords):
         if request.resume is not None:
             self.left[request.place.trajectory] = request.resume
         self.abandon(request)
-
-
-Handler = Callable[[Requests, RequestState, Any, Now], None]
-
-_FINISHED: Final = (Phase.REWARDING, Phase.ENCODING, Phase.LOGGING)
-
-_TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
-    (Phase.PROMPTING, PromptReady): Requests._prompted,
-    (Phase.PROMPTING, TaskFailed): Requests._prompt_failed,
-    (Phase.PROMPTING, EpisodeLost): Requests._episode_lost,
-    (Phase.RESUMING, ProgressFetched): Requests._resumed,
-    (Phase.FETCHING, KvFetched): Requests._kv_fetched,
-    (Phase.WAITING, EngineStarted): Requests._started,
-    (Phase.WAITING, EpisodeLost): Requests._episode_lost,
-    (Phase.RUNNING, TokensSampled): Requests._sampled,
-    (Phase.RUNNING, RequestFinished): Requests._finished,
-    (Phase.RUNNING, ProgressEncoded): Requests.append_progress,
-    (Phase.RUNNING, EncodeFailed): Requests._encode_failed,
-    (Phase.RUNNING, EpisodeLost): Requests._episode_lost,
-    (Phase.ENVIRONMENT, EnvObserved): Requests._observed,
-    (Phase.ENVIRONMENT, TaskFailed): Requests._environment_failed,
-    (Phase.ENVIRONMENT, EpisodeLost): Requests._episode_lost,
-    (Phase.REWARDING, Rewarded): Requests._rewarded,
-    (Phase.REWARDING, TaskFailed): Requests._reward_failed,
-    (Phase.REWARDING, EpisodeLost): Requests._episode_lost,
-    (Phase.ENCODING, TrajectoryEncoded): Requests._encoded,
-    (Phase.ENCODING, EncodeFailed): Requests._encode_failed,
-    (Phase.EXPORTING, TokensSampled): Requests._sampled,
-    (Phase.EXPORTING, RequestFinished): Requests._finished,
-    (Phase.EXPORTING, EngineExported): Requests._exported,
-    (Phase.EXPORTING, ProgressEncoded): Requests.append_progress,
-    (Phase.EXPORTING, EncodeFailed): Requests._encode_failed,
-    (Phase.RELEASING, KvPut): Requests._kv_put,
-    (Phase.RELEASING, ProgressEncoded): Requests.append_progress,
-    (Phase.RELEASING, EncodeFailed): Requests._encode_failed,
-    (Phase.LEAVING, ProgressEncoded): Requests.append_progress,
-    (Phase.LEAVING, EncodeFailed): Requests._encode_failed,
-    **{(phase, ProgressEncoded): Requests._chunk_needless for phase in _FINISHED},
-}
-
-_ACKNOWLEDGED: Final[dict[tuple[Phase, str], Handler]] = {
-    (Phase.LOGGING, TRAJECTORY_TAG): Requests._trajectory_published,
-    (Phase.RUNNING, PROGRESS_TAG): Requests.chunk_published,
-    (Phase.LEAVING, PROGRESS_TAG): Requests.chunk_published,
-    (Phase.EXPORTING, PROGRESS_TAG): Requests.chunk_published,
-    (Phase.RELEASING, PROGRESS_TAG): Requests.chunk_published,
-    **{(phase, PROGRESS_TAG): Requests.chunk_published for phase in _FINISHED},
-}

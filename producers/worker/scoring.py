@@ -37,6 +37,8 @@ from dora_pipe.schemas.trajectory import Trajectory, turns_of
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import REWARD_MAX
 
+ScoringEvent = GroupFetched | GroupRewarded | TaskFailed
+
 
 def key_of(decision: ScoreGroup) -> str:
     """Return the key of a scoring."""
@@ -61,6 +63,9 @@ class Scorings:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._open
+
     def ask(self, decision: ScoreGroup, now: Now) -> None:
         spec, key = decision.spec, key_of(decision)
         self._open[key] = _Open(decision=decision, since_ns=now.mono_ns)
@@ -72,24 +77,19 @@ class Scorings:
         fetch = FetchGroup(request=key, trajectories=decision.trajectories)
         self._requests.ask(fetch)
 
-    def handle(self, event: Any, now: Now) -> bool:
-        """Handle an event of a scoring; return False for others."""
-        one = self._open.get(getattr(event, "request", ""))
-        if one is None:
-            return False
-        key = event.request
+    def handle(self, event: ScoringEvent, now: Now) -> None:
+        key, scoring = event.request, self._open[event.request]
         match event:
             case GroupFetched() if not event.why:
-                one.trajectories = event.trajectories
-                self._requests.ask(call_of(key, one.decision, event.trajectories))
+                scoring.trajectories = event.trajectories
+                self._requests.ask(call_of(key, scoring.decision, event.trajectories))
             case GroupFetched():
                 self._answer(key, now, error=f"NotRead: {event.why}", retryable=True)
             case GroupRewarded():
-                self._rewarded(key, one, event, now)
+                self._rewarded(key, scoring, event, now)
             case TaskFailed():
                 retryable = event.error in INFRASTRUCTURE
                 self._answer(key, now, error=f"{event.error}: {event.message}", retryable=retryable)
-        return True
 
     def drop_all(self) -> None:
         for key, one in self._open.items():
@@ -110,8 +110,8 @@ class Scorings:
             blockers=[Blocker("group", group) for group in groups],
         )
 
-    def _rewarded(self, key: str, one: _Open, event: GroupRewarded, now: Now) -> None:
-        both = zip(one.trajectories, event.rewards, event.parts, strict=True)
+    def _rewarded(self, key: str, scoring: _Open, event: GroupRewarded, now: Now) -> None:
+        both = zip(scoring.trajectories, event.rewards, event.parts, strict=True)
         samples = tuple(
             ScoredSample(
                 trajectory=trajectory.trajectory,

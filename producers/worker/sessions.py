@@ -18,9 +18,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -36,7 +35,6 @@ from dora_pipe.producers.worker.effects import (
     EncodeProgress,
     FetchProgress,
     OpenSession,
-    ProgressEncoded,
     ProgressFetched,
     RefuseCall,
 )
@@ -94,30 +92,9 @@ class Sessions:
             requests.insert(request)
             requests.ask(FetchProgress(request=request.key, resume=request.resume))
 
-    def handle(self, event: Any, now: Now) -> bool:
-        """Handle an event of a session or call; return False for others."""
-        request = self._requests.by_key.get(getattr(event, "request", ""))
-        if request is None or (request.session is None and request.call is None):
-            return False
-        handler = _TRANSITIONS.get((request.phase, type(event)))
-        if handler is not None:
-            handler(self, request, event, now)
-        elif isinstance(event, CallAsked):
-            self._requests.counts["calls too late"] += 1
-            return True
-        return handler is not None
-
-    def handle_published(self, event: Published, now: Now) -> bool:
-        """Handle a record's acknowledgement; return False for others."""
-        call = self._requests.by_key.get(event.tag[2:])
-        if call is None or call.phase is not Phase.ANSWERING:
-            return False
-        self._durable(call, event, now)
-        return True
-
     # RESUMING, AGENT
 
-    def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
+    def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         assert request.resume is not None
         spec = request.place.spec
         found = event.why or session_of(
@@ -149,7 +126,7 @@ class Sessions:
             )
         )
 
-    def _agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
+    def agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
         """Restart the agent; sampling continues."""
         requests, session = self._requests, _session(request)
         request.restarts += 1
@@ -165,22 +142,25 @@ class Sessions:
             requests.enter(request, Phase.AGENT)
             self._ask_agent(request)
 
-    def _agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+    def agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         """After a limit of the run, raising is a normal end of an agent."""
         session = _session(request)
         raised = fault_of(event.error) == "code"
         if session.limited and session.used and raised:
             self._requests.counts["agents that raised behind a limit"] += 1
-            self._agent_ended(request, AgentEnded(request=request.key), now)
+            self.agent_ended(request, AgentEnded(request=request.key), now)
         else:
             self._broken(request, event.error, event.message, now)
 
     # A call: asked
 
-    def _asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
+    def asked_too_late(self, request: RequestState, event: CallAsked, now: Now) -> None:
+        self._requests.counts["calls too late"] += 1
+
+    def asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
         session = _session(request)
         if session.begun == self._requests.turn:  # the agent cannot have called yet
-            self._requests.counts["calls too late"] += 1
+            self.asked_too_late(request, event, now)
             return
         if event.call in session.numbers:
             self._requests.counts["calls asked twice"] += 1
@@ -267,7 +247,7 @@ class Sessions:
 
     # A call: sampled, durable, answered
 
-    def _sampled(self, call: RequestState, event: RequestFinished, now: Now) -> None:
+    def sampled(self, call: RequestState, event: RequestFinished, now: Now) -> None:
         mine = _call(call)
         request = self._requests.by_key[mine.session]
         if event.reason == "error":
@@ -289,14 +269,11 @@ class Sessions:
             session.logging = turn_progress_of(request, call, self._setup)
             self._requests.ask(EncodeProgress(request=call.key, progress=session.logging))
 
-    def _encoded(self, call: RequestState, event: ProgressEncoded, now: Now) -> None:
-        self._requests.append_progress(call, event, now)
-
-    def _encode_failed(self, call: RequestState, event: EncodeFailed, now: Now) -> None:
+    def encode_failed(self, call: RequestState, event: EncodeFailed, now: Now) -> None:
         request = self._requests.by_key[_call(call).session]
         self._requests.give_up(request, now, "SchemaError", event.message, retryable=False)
 
-    def _durable(self, call: RequestState, event: Published, now: Now) -> None:
+    def durable(self, call: RequestState, event: Published, now: Now) -> None:
         mine = _call(call)
         request = self._requests.by_key[mine.session]
         session = _session(request)
@@ -332,7 +309,7 @@ class Sessions:
 
     # Its end
 
-    def _agent_ended(self, request: RequestState, event: AgentEnded, now: Now) -> None:
+    def agent_ended(self, request: RequestState, event: AgentEnded, now: Now) -> None:
         """The answer is the last one, as `answer_of` finds it in the record."""
         session = _session(request)
         if not session.used:
@@ -386,18 +363,3 @@ def _call(request: RequestState) -> OpenCall:
 
 def _cut(call: OpenCall, tokens: int) -> bool:
     return call.finish == "length" and (call.asked_max is None or tokens < call.asked_max)
-
-
-Handler = Callable[[Sessions, RequestState, Any, Now], None]
-
-_TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
-    (Phase.RESUMING, ProgressFetched): Sessions._resumed,
-    (Phase.AGENT, CallAsked): Sessions._asked,
-    (Phase.AGENT, AgentEnded): Sessions._agent_ended,
-    (Phase.AGENT, TaskFailed): Sessions._agent_failed,
-    (Phase.AGENT, EpisodeLost): Sessions._agent_lost,
-    (Phase.REWARDING, EpisodeLost): Sessions._agent_lost,
-    (Phase.RUNNING, RequestFinished): Sessions._sampled,
-    (Phase.ANSWERING, ProgressEncoded): Sessions._encoded,
-    (Phase.ANSWERING, EncodeFailed): Sessions._encode_failed,
-}

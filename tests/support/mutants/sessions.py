@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.pure.machine import Now, Published
-from dora_pipe.producers.worker import sessions
+from dora_pipe.producers.worker import sessions, transitions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
 from dora_pipe.producers.worker.episodes import Episodes
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
 
 def _answered_early(patches: Patches) -> None:
-    def encoded(self: Sessions, call: RequestState, event: ProgressEncoded, now: Now) -> None:
-        self._encoded(call, event, now)
-        partition = call.place.spec.partition
-        self._durable(call, Published(tag="", topic="", partition=partition, offset=0), now)
+    right = transitions.call_table
 
-    table = {**sessions._TRANSITIONS, (Phase.ANSWERING, ProgressEncoded): encoded}
-    patches.put(sessions, "_TRANSITIONS", table)
+    def call_table(requests: Requests, of: Sessions) -> transitions.Table:
+        def encoded(call: RequestState, event: ProgressEncoded, now: Now) -> None:
+            requests.append_progress(call, event, now)
+            partition = call.place.spec.partition
+            of.durable(call, Published(tag="", topic="", partition=partition, offset=0), now)
+
+        return {**right(requests, of), (Phase.ANSWERING, ProgressEncoded): encoded}
+
+    patches.put(transitions, "call_table", call_table)
 
 
 def _occurrences_go_on(patches: Patches) -> None:
@@ -86,15 +90,16 @@ def _unasked_kept(patches: Patches) -> None:
 
 
 def _open_call_lost(patches: Patches) -> None:
+    right = Sessions.asked
+
     def asked(self: Sessions, request: RequestState, event: CallAsked, now: Now) -> None:
         session, digest = sessions._session(request), prompt_digest(event.token_ids)
         if CallKey(digest, session.asked[digest]) in session.open:
             session.asked[digest] += 1
         else:
-            self._asked(request, event, now)
+            right(self, request, event, now)
 
-    table = {**sessions._TRANSITIONS, (Phase.AGENT, CallAsked): asked}
-    patches.put(sessions, "_TRANSITIONS", table)
+    patches.put(Sessions, "asked", asked)
 
 
 def _calls_stay(patches: Patches) -> None:

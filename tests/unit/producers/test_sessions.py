@@ -27,10 +27,12 @@ from dora_pipe.producers.worker.effects import (
     RefuseCall,
     RewardCall,
 )
+from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.producers.worker.request_records import trajectory_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
+from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import ScheduledRequest
@@ -47,6 +49,7 @@ class Driver:
         self.requests = Requests(setup_of(incarnation=9, **{**OF_AGENTS, **changes}))
         self.requests.versions = frozenset({0})
         self.sessions = Sessions(self.requests)
+        self.transitions = Transitions(self.requests, Episodes(self.requests), self.sessions)
         self.now = NOW
         self.place()
 
@@ -68,11 +71,9 @@ class Driver:
         self.requests.begin_turn(now.mono_ns)
         for event in events:
             if isinstance(event, Published):
-                taken = self.sessions.handle_published(event, now)
-                if not taken:
-                    self.requests.handle_published(event, now)
-            elif not self.sessions.handle(event, now):
-                self.requests.handle(event, now)
+                self.transitions.handle_published(event, now)
+            else:
+                self.transitions.handle(event, now)
         self.requests.fill(0)
         return self.requests.out.effects
 

@@ -165,6 +165,12 @@ class EffectRunner:
             self._turn.notify_all()
         return events
 
+    def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for an event or the end of an effect."""
+        with self._turn:
+            if self._open and not self._events:
+                self._turn.wait(seconds)
+
     def close(self, *, wait_s: float = CLOSE_S, finish: bool = True) -> None:
         """End the thread, after all queued effects with `finish`; idempotent.
 
@@ -209,6 +215,7 @@ class EffectRunner:
         finally:
             with self._turn:
                 self._open -= 1
+                self._turn.notify_all()
 
     def _put(self, events: Iterable[Any]) -> None:
         for event in events:
@@ -219,6 +226,7 @@ class EffectRunner:
                     return
                 if event is not None:
                     self._events.append(event)
+                    self._turn.notify_all()
 
 
 def _logged(what: str, error: Exception) -> Exception:

@@ -8,6 +8,9 @@ its ports. One tick:
 3. Start effects, which never block: slow ones run in threads or processes.
 4. Once per `BUS_TURN_NS`, append durably; acknowledgements are input of the next tick. Statuses of
    exclusive roles use `BackgroundWriter`: they are lossy and never block.
+
+With `background`, a thread reads and appends, so that a stalled log stops no port. At most
+`HELD_MAX` records wait for a running append.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ import logging
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
 from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import first_kept, is_trimmed
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.machine import (
     CaughtUp,
@@ -50,6 +55,12 @@ KEPT_EVERY_NS: Final = 1_000_000_000
 
 WAITING_NS: Final = 20_000_000
 """Minimum wait for work that is not urgent."""
+
+HELD_MAX: Final = 4096
+"""Records that may wait for an append in the background; with more, the loop waits."""
+
+LOG_EFFECTS_MAX: Final = 2
+"""Queued effects of the log's thread: the append of a turn, and the next turn's read."""
 
 COST_DIGITS: Final = 4
 
@@ -135,12 +146,109 @@ class Meter:
         self._last_s = now_s
 
 
+@dataclass(frozen=True, slots=True)
+class ReadLog:
+    """Effect: read new records."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRecords:
+    """Effect: append records durably."""
+
+    publish: Sequence[Publish]
+
+
+@dataclass(frozen=True, slots=True)
+class _LogEvent:
+    """Answer to `ReadLog` or `AppendRecords`."""
+
+    effect: ReadLog | AppendRecords
+    inputs: list[Any]
+    cpu_s: float
+
+
+class _Log:
+    """Reads and appends of one role."""
+
+    def __init__(
+        self,
+        positions: Mapping[TopicPartition, int],
+        *,
+        bus: Bus,
+        writer: Writer,
+        clock: Clock,
+        exclusive: bool,
+        kept: Sequence[TopicPartition] | None,
+    ) -> None:
+        self._bus = bus
+        self._writer = writer
+        self._clock = clock
+        self._exclusive = exclusive
+        self._reader: Reader = bus.reader(positions)
+        self._ends = {tp: bus.written_end(tp) for tp in positions}
+        self._held_back: tuple[TopicPartition, ...] = ()
+        self._kept = deque(tp for tp in (kept or positions) if not is_trimmed(tp.topic))
+        self._next_kept_ns = clock.now_ns()
+
+    @property
+    def catching_up(self) -> bool:
+        """Return whether records from before the start are still unread."""
+        return bool(self._ends)
+
+    def run(self, effect: ReadLog | AppendRecords) -> Iterator[_LogEvent]:
+        """Run an effect. Raises BusError."""
+        begun_s = time.thread_time()
+        inputs = self._read() if isinstance(effect, ReadLog) else self._append(effect.publish)
+        yield _LogEvent(effect, inputs, time.thread_time() - begun_s)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read(self) -> list[Any]:
+        self._check_kept()
+        poll = partial(self._reader.poll, timeout_s=0.0)
+        inputs: list[Any] = list(retry_bus("reading", poll, self._clock))
+        held_back = tuple(self._reader.held_back())
+        if held_back != self._held_back:
+            self._held_back = held_back
+            inputs.append(HeldBack(held_back))
+        if self._ends and all(self._reader.position(tp) >= end for tp, end in self._ends.items()):
+            self._ends = {}
+            inputs.append(CaughtUp())
+        return inputs
+
+    def _check_kept(self) -> None:
+        """Raises LogTruncated if a kept partition lost its begin."""
+        now_ns = self._clock.now_ns()
+        if self._kept and now_ns >= self._next_kept_ns:
+            self._next_kept_ns = now_ns + KEPT_EVERY_NS
+            self._kept.rotate(-1)
+            partition = self._kept[-1]
+            begin = partial(self._bus.begin, partition)
+            first_kept(partition, 0, retry_bus("reading the log's beginning", begin, self._clock))
+
+    def _append(self, publish: Sequence[Publish]) -> list[Any]:
+        append = partial(self._writer.append, [entry.record for entry in publish])
+        offsets = retry_bus("appending", append, self._clock, exclusive=self._exclusive)
+        return [
+            Published(
+                tag=entry.tag,
+                topic=entry.record.topic,
+                partition=entry.record.partition,
+                offset=offset,
+            )
+            for entry, offset in zip(publish, offsets, strict=True)
+            if entry.tag
+        ]
+
+
 class Runtime:
     """Loop of one machine.
 
     `status` is a plain writer for statuses of a role with an exclusive `writer`, whose transactions
     could hold readers back. `waiting` runs before waits of at least `WAITING_NS`. `kept` are
-    partitions that must never lose records; default: those that the machine reads.
+    partitions that must never lose records; default: those that the machine reads. `background`
+    reads and appends in a thread.
     """
 
     def __init__(
@@ -157,28 +265,36 @@ class Runtime:
         turn_ns: int = BUS_TURN_NS,
         waiting: Callable[[], None] | None = None,
         kept: Sequence[TopicPartition] | None = None,
+        background: bool = False,
     ) -> None:
         self._machine = machine
-        self._bus = bus
         self._waiting = waiting
-        self._writer = writer
         self._status = status
         self._untold = ""
         """Error of the last status."""
         self._ports = ports
         self._clock = clock
         self._meter = meter
-        self._exclusive = exclusive
-        positions = machine.positions()
-        self._reader: Reader = bus.reader(positions)
-        self._ends = {tp: bus.written_end(tp) for tp in positions}
-        self._held_back: tuple[TopicPartition, ...] = ()
+        self._log = _Log(
+            machine.positions(),
+            bus=bus,
+            writer=writer,
+            clock=clock,
+            exclusive=exclusive,
+            kept=kept,
+        )
+        handler = Handler(do=self._log.run, failed=lambda effect, error: [error])
+        self._log_thread = (
+            EffectRunner(
+                "log", {ReadLog: handler, AppendRecords: handler}, asked_max=LOG_EFFECTS_MAX
+            )
+            if background
+            else None
+        )
         self._events: list[Any] = []
         self._held: list[Publish] = []
         self._turn_ns = turn_ns
         self._next_turn_ns = clock.now_ns()
-        self._kept = deque(tp for tp in (kept or positions) if not is_trimmed(tp.topic))
-        self._next_kept_ns = clock.now_ns()
         self._port_of = {kind: port for port in ports for kind in port.effects}
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -199,7 +315,8 @@ class Runtime:
     def due_ns(self) -> int:
         """Return when a tick has work without new bus records, monotonic ns; for the simulator."""
         now_ns = self._clock.now_ns()
-        if any(port.busy for port in self._ports):
+        answered = self._log_thread is not None and self._log_thread.busy
+        if answered or any(port.busy for port in self._ports):
             return now_ns
         return max(now_ns, self.own_due_ns())
 
@@ -208,17 +325,16 @@ class Runtime:
         if self._events:
             return self._clock.now_ns()
         due_ns = self._machine.wake_at()
-        return min(due_ns, self._next_turn_ns) if self._held or self._ends else due_ns
+        if self._log_works or not (self._held or self._log.catching_up):
+            return due_ns
+        return min(due_ns, self._next_turn_ns)
 
     def stop(self) -> None:
         self._events.append(StopAsked())
 
     def tick(self) -> bool:
         """Run one turn; return whether anything happened."""
-        turn = self._clock.now_ns() >= self._next_turn_ns
-        if turn:
-            self._next_turn_ns = self._clock.now_ns() + self._turn_ns
-        inputs = self._collect(turn)
+        inputs, has_read = self._collect()
         now = Now(mono_ns=self._clock.now_ns(), wall_ns=self._clock.wall_ns())
         reacts = bool(inputs) or now.mono_ns >= self._machine.wake_at()
         if reacts:
@@ -227,54 +343,84 @@ class Runtime:
             self._held.extend(outputs.publish)
             for effect in outputs.effects:
                 self._port_of[type(effect)].start(effect)
-        if self._held and (turn or self._machine.finished):
+        if self._machine.finished or len(self._held) >= HELD_MAX:
+            self._await_log()
+        if self._held and (has_read or self._machine.finished):
             self._append()
+        if self._machine.finished:
+            self._await_log()
         return reacts
 
     def close(self) -> None:
         for port in self._ports:
             port.close()
-        self._reader.close()
+        if self._log_thread is not None:
+            self._log_thread.close(finish=False)
+        self._log.close()
 
-    def _collect(self, turn: bool) -> list[Any]:
+    def _collect(self) -> tuple[list[Any], bool]:
+        """Return new inputs, and whether they include the read of a bus turn."""
         inputs, self._events = self._events, []
         for port in self._ports:
             inputs.extend(port.poll())
-        if not turn:
-            return inputs
-        with self._meter.spend("bus"):
-            self._check_kept()
-            poll = partial(self._reader.poll, timeout_s=0.0)
-            inputs.extend(retry_bus("reading", poll, self._clock))
-        held_back = tuple(self._reader.held_back())
-        if held_back != self._held_back:
-            self._held_back = held_back
-            inputs.append(HeldBack(held_back))
-        if self._ends and all(self._reader.position(tp) >= end for tp, end in self._ends.items()):
-            self._ends = {}
-            inputs.append(CaughtUp())
-        return inputs
+        events: list[_LogEvent] = []
+        if self._clock.now_ns() >= self._next_turn_ns and not self._log_works:
+            self._next_turn_ns = self._clock.now_ns() + self._turn_ns
+            events += self._start_log(ReadLog())
+        events += self._log_events()
+        for event in events:
+            inputs.extend(event.inputs)
+        return inputs, any(isinstance(event.effect, ReadLog) for event in events)
 
-    def _check_kept(self) -> None:
-        """Raises LogTruncated if a kept partition lost its begin."""
-        now_ns = self._clock.now_ns()
-        if self._kept and now_ns >= self._next_kept_ns:
-            self._next_kept_ns = now_ns + KEPT_EVERY_NS
-            self._kept.rotate(-1)
-            partition = self._kept[-1]
-            begin = partial(self._bus.begin, partition)
-            first_kept(partition, 0, retry_bus("reading the log's beginning", begin, self._clock))
+    # The log, in the loop or in a thread
+
+    @property
+    def _log_works(self) -> bool:
+        return self._log_thread is not None and self._log_thread.working
+
+    def _start_log(self, effect: ReadLog | AppendRecords) -> list[_LogEvent]:
+        if self._log_thread is None:
+            return [self._counted(event) for event in self._log.run(effect)]
+        self._log_thread.start(effect)
+        return []
+
+    def _log_events(self) -> list[_LogEvent]:
+        """Return answers of the thread. Raises its error."""
+        events = [] if self._log_thread is None else self._log_thread.poll()
+        return [self._counted(event) for event in events]
+
+    def _counted(self, event: _LogEvent | Exception) -> _LogEvent:
+        if isinstance(event, Exception):
+            raise event
+        self._meter.add("bus", event.cpu_s)
+        return event
+
+    def _await_log(self) -> None:
+        """Wait for the thread. Raises its error."""
+        while True:
+            works = self._log_works  # read before the events, which come first
+            for event in self._log_events():
+                self._events += event.inputs
+            if self._log_thread is None or not works:
+                return
+            self._log_thread.wait(BUS_TURN_NS / 1e9)
 
     def _pause(self) -> None:
         due_ns = self._due_in_ns()
         if self._waiting is not None and due_ns >= WAITING_NS and not self._machine.finished:
             self._waiting()
             due_ns = self._due_in_ns()
-        if due_ns > 0 and not self._machine.finished:
+        if due_ns <= 0 or self._machine.finished:
+            return
+        if self._log_thread is not None and self._log_thread.working:
+            self._log_thread.wait(min(due_ns, BUS_TURN_NS) / 1e9)
+        else:
             self._clock.sleep(due_ns / 1e9)
 
     def _due_in_ns(self) -> int:
-        return min(self._next_turn_ns, self.due_ns()) - self._clock.now_ns()
+        due_ns = self.due_ns()
+        due_ns = due_ns if self._log_works else min(due_ns, self._next_turn_ns)
+        return due_ns - self._clock.now_ns()
 
     def _append(self) -> None:
         publish, self._held = self._held, []
@@ -283,7 +429,8 @@ class Runtime:
             lossy = [entry.record for entry in publish if entry.lossy]
             publish = [entry for entry in publish if not entry.lossy]
         if publish:
-            self._append_durably(publish)
+            for event in self._start_log(AppendRecords(publish)):
+                self._events += event.inputs
         if lossy:
             self._append_lossy(lossy)
 
@@ -299,16 +446,3 @@ class Runtime:
             if untold != self._untold:
                 LOG.warning("statuses omitted: %s", untold)
         self._untold = untold
-
-    def _append_durably(self, publish: list[Publish]) -> None:
-        records = [entry.record for entry in publish]
-        with self._meter.spend("bus"):
-            append = partial(self._writer.append, records)
-            offsets = retry_bus("appending", append, self._clock, exclusive=self._exclusive)
-        for entry, offset in zip(publish, offsets, strict=True):
-            if entry.tag:
-                record = entry.record
-                event = Published(
-                    tag=entry.tag, topic=record.topic, partition=record.partition, offset=offset
-                )
-                self._events.append(event)

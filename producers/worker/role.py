@@ -391,6 +391,7 @@ def _serve(
         clock=here.clock,
         meter=here.meter,
         exclusive=False,
+        background=True,
     )
     with closing(runtime):
         runtime.run(here.stop)

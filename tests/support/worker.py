@@ -157,6 +157,7 @@ class Worker:
             meter=self.meter,
             exclusive=False,
             turn_ns=0,
+            background=world.background,
         )
 
     @property
@@ -178,8 +179,10 @@ class World:
         weights_path: Callable[[str], Path] = Path,
         handover: Handover | None = None,
         handover_thread: bool = False,
+        background: bool = False,
     ) -> None:
         self.handover_thread = handover_thread
+        self.background = background
         self.clock = VirtualClock()
         self.policies = policies or {}
         self.weights_path = weights_path

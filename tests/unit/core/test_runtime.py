@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.core.errors import BusFull, LogTruncated, OutcomeUnknown
+from dora_pipe.core.errors import BusFull, Fenced, LogTruncated, OutcomeUnknown
 from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
-from dora_pipe.core.loop.runtime import BUS_TURN_NS, KEPT_EVERY_NS, Meter, Runtime
+from dora_pipe.core.loop.runtime import BUS_TURN_NS, HELD_MAX, KEPT_EVERY_NS, Meter, Runtime
 from dora_pipe.core.pure.machine import (
     CaughtUp,
     HeldBack,
@@ -324,3 +325,85 @@ def test_a_stop_is_told_once_and_the_machine_ends_the_loop() -> None:
     assert machine.inputs.count(StopAsked()) == 1
     runtime.close()
     assert room.closed
+
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class SlowWriter:
+    """Writer whose appends wait for `go`."""
+
+    error: Exception | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    appended: list[bytes] = field(default_factory=list)
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        self.begun.set()
+        assert self.go.wait(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        self.appended += [record.value for record in records]
+        return list(range(len(records)))
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+@dataclass
+class Flooding(Recorder):
+    """Machine that publishes one record, and `HELD_MAX` more after `StopAsked`."""
+
+    flooded: threading.Event = field(default_factory=threading.Event)
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        if StopAsked() in inputs:
+            self.flooded.set()
+            return Outputs(publish=publish("more").publish * HELD_MAX)
+        return publish("first") if CaughtUp() in inputs else Outputs()
+
+
+def in_background(machine: Recorder, writer: SlowWriter) -> Runtime:
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    return Runtime(
+        machine,
+        bus=bus,
+        writer=writer,
+        ports=[],
+        clock=VirtualClock(),
+        meter=Meter(),
+        exclusive=False,
+        background=True,
+    )
+
+
+def test_the_loop_waits_for_the_append_when_too_many_records_are_held() -> None:
+    machine, writer, appended = Flooding(), SlowWriter(), list[int]()
+    runtime = in_background(machine, writer)
+
+    def release() -> None:
+        machine.flooded.wait(LIMIT_S)
+        writer.go.set()
+
+    def stop() -> bool:
+        if machine.flooded.is_set():
+            appended.append(len(writer.appended))
+            machine.finished = True
+        return writer.begun.is_set()
+
+    threading.Thread(target=release, daemon=True).start()
+    runtime.run(stop)
+    runtime.close()
+    assert appended == [1]
+    assert writer.appended == [b"first"] + [b"more"] * HELD_MAX
+
+
+def test_an_error_of_an_append_in_the_background_ends_the_role() -> None:
+    writer = SlowWriter(error=Fenced("a newer writer"))
+    writer.go.set()
+    runtime = in_background(Flooding(), writer)
+    with pytest.raises(Fenced, match="a newer writer"):
+        runtime.run(stop=lambda: False)
+    runtime.close()

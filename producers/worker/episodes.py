@@ -61,7 +61,7 @@ class Episodes:
             return
         prompt, request.sequence = request.sequence.token_ids, found
         request.continues(event.chunks)
-        request.turn_finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
+        request.turn.finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
 
     def episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
@@ -78,9 +78,9 @@ class Episodes:
         if requests.starts_again(request, event, now, request.retellings <= RETELLINGS_MAX):
             requests.leave_engine(request)
             requests.drop_kv(request)
-            request.replay.clear()
+            request.turn.replay.clear()
             if sequence.cut():
-                request.turn_finish = "stop"
+                request.turn.finish = "stop"
             requests.ask_prompt(request)
 
     # Its turns, told again
@@ -92,16 +92,16 @@ class Episodes:
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
         self._requests.counts[TOLD_AGAIN] += 1
-        request.replay.extend(sequence.exchanges())
+        request.turn.replay.extend(sequence.exchanges())
         self._tell(request, now)
 
     def _tell(self, request: RequestState, now: Now) -> None:
         requests = self._requests
-        if request.replay:
+        if request.turn.replay:
             requests.counts["turns told again"] += 1
-            requests.ask_environment(request, request.replay[0].said, now)
+            requests.ask_environment(request, request.turn.replay[0].said, now)
             return
-        finish = request.turn_finish or request.finish_of(requests.setup.context_tokens)
+        finish = request.turn.finish or request.finish_of(requests.setup.context_tokens)
         if finish is None:
             requests.fetch_kv(request)
         elif finish == "stop":
@@ -110,10 +110,10 @@ class Episodes:
             requests.complete(request, finish, now)
 
     def observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
-        if not request.replay:
+        if not request.turn.replay:
             self._requests.observed(request, event, now)
             return
-        recorded = request.replay.popleft()
+        recorded = request.turn.replay.popleft()
         why = _answer_difference(event, recorded)
         if why:
             self._differs(request, f"the answer to turn {recorded.turn} {why}", now)
@@ -121,10 +121,10 @@ class Episodes:
             self._tell(request, now)
 
     def environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        if not request.replay:
+        if not request.turn.replay:
             self._requests.environment_failed(request, event, now)
             return
-        why = f"turn {request.replay[0].turn} has no answer: {event.error}: {event.message}"
+        why = f"turn {request.turn.replay[0].turn} has no answer: {event.error}: {event.message}"
         self._differs(request, why, now)
 
     def _differs(self, request: RequestState, why: str, now: Now) -> None:

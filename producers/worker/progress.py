@@ -32,23 +32,23 @@ class ProgressRecords(RequestTable):
 
     def begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
         """Start a progress record unless one is open or tokens are too few."""
-        unwritten = request.sequence.sampled_tokens - request.chunk_end
-        if request.chunk_open or unwritten < tokens_min or not request.recorded:
+        unwritten = request.sequence.sampled_tokens - request.chain.end
+        if request.chain.open or unwritten < tokens_min or not request.recorded:
             return False
         progress: AnyProgress
         if request.episode:
             progress = episode_progress_of(request, self.setup)
-            request.chunk_end += sum(progress.loss_mask)
+            request.chain.end += sum(progress.loss_mask)
         else:
             progress = progress_of(request, self.setup)
-            request.chunk_end += len(progress.token_ids)
-        request.chunk_open = True
+            request.chain.end += len(progress.token_ids)
+        request.chain.open = True
         self.ask(EncodeProgress(request=request.key, progress=progress))
         return True
 
     def all_durable(self, request: RequestState) -> bool:
         """Return whether progress records cover all sampled tokens; if not, start the last one."""
-        return not self.begin_chunk(request, 1) and not request.chunk_open
+        return not self.begin_chunk(request, 1) and not request.chain.open
 
     def append_progress(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
         append = Append(

@@ -125,6 +125,56 @@ class WorkerSetup:
         return 8 * (self.slots + self.prefetch)
 
 
+@dataclass(slots=True)
+class EpisodeTurn:
+    """Current turn of an episode."""
+
+    asked_ns: int = 0
+    """When the environment received it."""
+    finish: FinishReason | None = None
+    """Replayable episodes: its end, None while it continues."""
+    replay: deque[Exchange] = field(default_factory=deque)
+    """Turns that a fresh environment has not received."""
+
+
+@dataclass(slots=True)
+class ProgressChain:
+    """Progress records of a request."""
+
+    resume: Resume | None = None
+    """The last acknowledged one."""
+    end: int = 0
+    """Sampled tokens in the records, including an open one."""
+    open: bool = False
+    """A record is not yet acknowledged."""
+
+
+@dataclass(slots=True)
+class MovedCache:
+    """KV cache of a request that moves."""
+
+    blob: Blob | None = None
+    """Its location: the one it came with or leaves."""
+    kv: Kv | None = None
+    """Fetched, not yet in the engine."""
+    offered: bool = False
+    """It is being handed over."""
+
+
+@dataclass(slots=True)
+class Score:
+    """Reward of a request, or why it has none."""
+
+    reward: float | None = None
+    raw: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    answer: str = ""
+    error: str | None = None
+    by: Literal["task", "agent"] = "task"
+    agent_answer: str | None = None
+    at_ns: int | None = None
+
+
 _NO_TOKENS: Final = TokenSequence([], at_ns=0)
 
 
@@ -149,40 +199,21 @@ class RequestState:
     sequence: TokenSequence = _NO_TOKENS
     episode: bool = False
     replayable: bool = False
-    replay: deque[Exchange] = field(default_factory=deque)
-    """Turns that a fresh environment has not received."""
-    turn_finish: FinishReason | None = None
-    """Replayable episodes: end of the last turn, None while it continues."""
+    turn: EpisodeTurn = field(default_factory=EpisodeTurn)
     session: Session | None = None
     call: OpenCall | None = None
     restarts: int = 0
     """Restarts from the prompt after its episode was lost."""
     retellings: int = 0
     """Replays after its episode was lost."""
-    resume: Resume | None = None
-    chunk_end: int = 0
-    """Sampled tokens in progress records, including an open one."""
-    chunk_open: bool = False
-    """A progress record is not yet acknowledged."""
-    blob: Blob | None = None
-    """Location of its KV cache: the one it came with or leaves."""
-    kv: Kv | None = None
-    """Fetched KV cache, not yet in the engine."""
-    kv_open: bool = False
-    asked_ns: int = 0
+    chain: ProgressChain = field(default_factory=ProgressChain)
+    cache: MovedCache = field(default_factory=MovedCache)
     started_ns: int | None = None
     first_token_ns: int | None = None
     finished_ns: int | None = None
-    rewarded_ns: int | None = None
     finish: FinishReason = "stop"
     error: str | None = None
-    reward: float | None = None
-    reward_raw: float | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    reward_answer: str = ""
-    rewarded_by: Literal["task", "agent"] = "task"
-    agent_answer: str | None = None
-    reward_error: str | None = None
+    score: Score = field(default_factory=Score)
     tool_error: str = ""
     sha256: str = ""
     value_bytes: int = 0
@@ -222,10 +253,10 @@ class RequestState:
         return self.call is None and (self.replayable or not self.episode)
 
     def continues(self, chunks: Sequence[AnyProgress]) -> None:
-        assert self.resume is not None
+        assert self.chain.resume is not None
         self.weights |= {chunk.version: chunk.digest for chunk in chunks}
         self.first_token_ns = chunks[0].started_ns
-        self.chunk_end = self.resume.tokens
+        self.chain.end = self.chain.resume.tokens
 
     def start_over(self) -> None:
         self.sequence = _NO_TOKENS
@@ -254,8 +285,8 @@ def state_of(place: ScheduledRequest, setup: WorkerSetup, now: Now) -> RequestSt
         seed=seed_of(place),
         placed_ns=now.wall_ns,
         since_ns=now.mono_ns,
-        resume=place.resume,
-        blob=place.kv,
+        chain=ProgressChain(resume=place.resume),
+        cache=MovedCache(blob=place.kv),
     )
 
 
@@ -283,7 +314,7 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         seed=request.seed,
         params=params,
         emit_every=emit_every,
-        kv=request.kv,
+        kv=request.cache.kv,
         version=request.served.version,
         keep=request.episode or request.call is not None,
         routed=sequence.routes.known,

@@ -35,7 +35,7 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
         logprobs=sequence.logprobs,
         sampler_logprobs=sequence.sampler_logprobs,
         loss_mask=sequence.loss_mask,
-        reward=request.reward,
+        reward=request.score.reward,
         segments=sequence.segments,
         routed_experts=sequence.routes.between(0, len(sequence)),
         meta=_meta_of(request, setup),
@@ -69,14 +69,14 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
             started=request.started_ns,
             first_token=request.first_token_ns,
             finished=request.finished_ns,
-            rewarded=request.rewarded_ns,
+            rewarded=request.score.at_ns,
         ),
-        reward_raw=request.reward_raw,
-        reward_parts=request.reward_parts,
-        reward_error=request.reward_error,
-        reward_answer=request.reward_answer,
-        rewarded_by=request.rewarded_by,
-        agent_answer=request.agent_answer,
+        reward_raw=request.score.raw,
+        reward_parts=request.score.parts,
+        reward_error=request.score.error,
+        reward_answer=request.score.answer,
+        rewarded_by=request.score.by,
+        agent_answer=request.score.agent_answer,
         error=request.error,
         prefills=tuple(sequence.prefills),
         migrations=sequence.moves,
@@ -92,7 +92,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
 
 def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     """Return the next record of a single-turn request."""
-    place, sequence, start = request.place, request.sequence, request.chunk_end
+    place, sequence, start = request.place, request.sequence, request.chain.end
     version, end = sequence.stretch(start, now=request.served.version)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
     prompt = sequence.prompt_tokens
@@ -110,7 +110,7 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
         logprobs=logprobs,
         sampler_logprobs=sampler_logprobs,
         prefills=tuple(prefills),
-        previous=request.resume.offset if request.resume else -1,
+        previous=request.chain.resume.offset if request.chain.resume else -1,
         started_ns=request.first_token_ns,
         routed_experts=sequence.routes.between(prompt + start if start else 0, prompt + end),
     )
@@ -120,10 +120,10 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
     """Return the next record of an episode."""
     place, sequence, version = request.place, request.sequence, request.served.version
     start, segments = sequence.part(
-        request.chunk_end, worker=setup.worker, incarnation=setup.incarnation, version=version
+        request.chain.end, worker=setup.worker, incarnation=setup.incarnation, version=version
     )
     end, version = start + segments[-1].end, segments[-1].version
-    finish = request.turn_finish if end == len(sequence) else None
+    finish = request.turn.finish if end == len(sequence) else None
     assert request.first_token_ns is not None
     return EpisodeProgress(
         trajectory=place.trajectory,
@@ -139,7 +139,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
         loss_mask=sequence.loss_mask[start:end],
         segments=segments,
         prefills=tuple(one for one in sequence.prefills if one < end),
-        previous=request.resume.offset if request.resume else -1,
+        previous=request.chain.resume.offset if request.chain.resume else -1,
         started_ns=request.first_token_ns,
         finish="stop" if sequence.answered(end) else finish or "",
         routed_experts=sequence.routes.between(start, end),
@@ -166,7 +166,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
         logprobs=logprobs,
         sampler_logprobs=sampler_logprobs,
         prefills=tuple(sequence.prefills),
-        previous=request.resume.offset if request.resume else -1,
+        previous=request.chain.resume.offset if request.chain.resume else -1,
         started_ns=call.started_ns,
         ended_ns=mine.ended_ns,
         routed_experts=sequence.routes.between(prompt - len(place.given_ids), end),
@@ -198,11 +198,11 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
         bytes=request.value_bytes,
         tokens=request.sequence.sampled_tokens,
         finish=request.finish,
-        reward=request.reward,
-        error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
+        reward=request.score.reward,
+        error=one_line(request.score.error or "", ERROR_CHARACTERS_MAX),
         tool_error=one_line(request.tool_error, ERROR_CHARACTERS_MAX),
-        answer=request.reward_answer,
-        parts=parts_in_control(request.reward_parts),
+        answer=request.score.answer,
+        parts=parts_in_control(request.score.parts),
         contexts=1 if request.session is None else 1 + len(request.session.contexts),
         calls=0 if request.session is None else len(request.session.made),
     )
@@ -218,7 +218,7 @@ def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestR
         incarnation=setup.incarnation,
         trajectory=request.place.trajectory,
         attempt=request.place.attempt,
-        resume=request.resume,
-        kv=request.blob if request.resume is not None else None,
+        resume=request.chain.resume,
+        kv=request.cache.blob if request.chain.resume is not None else None,
         left_ns=now.wall_ns - (now.mono_ns - request.since_ns) if released else 0,
     )

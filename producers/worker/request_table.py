@@ -132,8 +132,9 @@ class RequestTable:
                 yield from queues[pin]
 
     def progress(self) -> dict[str, Resume]:
-        open_ = self.by_key.values()
-        return {request.place.trajectory: request.resume for request in open_ if request.resume}
+        requests = self.by_key.values()
+        resumes = {request.place.trajectory: request.chain.resume for request in requests}
+        return {trajectory: resume for trajectory, resume in resumes.items() if resume}
 
     @property
     def room(self) -> int:
@@ -308,9 +309,9 @@ class RequestTable:
         self._dequeue(request)
 
     def drop_kv(self, request: RequestState) -> None:
-        if request.blob is not None:
-            self.ask(DropKv(blob=request.blob))
-        request.blob = request.kv = None
+        if request.cache.blob is not None:
+            self.ask(DropKv(blob=request.cache.blob))
+        request.cache.blob = request.cache.kv = None
 
     def gone(self, request: RequestState) -> None:
         if request.phase in GENERATING:

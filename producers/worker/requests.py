@@ -124,12 +124,12 @@ class Requests(ProgressRecords):
         request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
         request.episode = event.episode
         request.replayable = event.episode and event.replayable
-        if request.resume is None or not request.recorded:
-            request.resume = None
+        if request.chain.resume is None or not request.recorded:
+            request.chain.resume = None
             self._wait(request)
             return
         self.enter(request, Phase.RESUMING)
-        self.ask(FetchProgress(request=request.key, resume=request.resume))
+        self.ask(FetchProgress(request=request.key, resume=request.chain.resume))
 
     def prompt_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         message = f"row {request.place.spec.index}: {event.message}"
@@ -149,35 +149,35 @@ class Requests(ProgressRecords):
             self.complete(request, finish, now)
 
     def progress_error(self, request: RequestState, event: ProgressFetched) -> str | None:
-        assert request.resume is not None
+        assert request.chain.resume is not None
         spec = request.place.spec
         why = event.why or chain_error(
             event.chunks,
             trajectory=request.place.trajectory,
             version=spec.version,
             digest=spec.digest,
-            tokens=request.resume.tokens,
+            tokens=request.chain.resume.tokens,
             newest=self.served.version if request.pin == ANY_VERSION else None,
         )
         return why or prompt_error(event.chunks, len(request.sequence))
 
     def resume_without(self, request: RequestState) -> None:
         self.counts["progress unusable"] += 1
-        request.resume = None
+        request.chain.resume = None
         self._wait(request)
 
     def fetch_kv(self, request: RequestState) -> None:
-        if request.blob is None:
+        if request.cache.blob is None:
             self._wait(request)
             return
         self.enter(request, Phase.FETCHING)
         label = label_of(request.place.trajectory, request.sequence.token_ids)
-        self.ask(FetchKv(request=request.key, label=label, blob=request.blob))
+        self.ask(FetchKv(request=request.key, label=label, blob=request.cache.blob))
 
     def kv_fetched(self, request: RequestState, event: KvFetched, now: Now) -> None:
-        request.kv = event.kv
+        request.cache.kv = event.kv
         if event.kv is None:
-            request.blob = None
+            request.cache.blob = None
             self.counts[f"KV cache not fetched: {event.why}"] += 1
         self._wait(request)
 
@@ -201,7 +201,7 @@ class Requests(ProgressRecords):
         self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
         request.under(self.served)
-        request.turn_finish = None
+        request.turn.finish = None
         request.sequence.start_stay(event.at_ns, imported=event.imported)
         request.started_ns = request.started_ns or event.at_ns
         if event.imported:
@@ -241,7 +241,7 @@ class Requests(ProgressRecords):
             self.broken(request, event.error or "the engine gave no reason", now)
             return
         if request.replayable:
-            request.turn_finish = event.reason
+            request.turn.finish = event.reason
             self.begin_chunk(request, 1)
         if not request.episode or event.reason != "stop":
             self.complete(request, event.reason, now)
@@ -254,7 +254,7 @@ class Requests(ProgressRecords):
 
     def ask_environment(self, request: RequestState, said: Sequence[int], now: Now) -> None:
         self.enter(request, Phase.ENVIRONMENT)
-        request.asked_ns = now.wall_ns
+        request.turn.asked_ns = now.wall_ns
         self.ask(EnvStep(request=request.key, token_ids=said, source=request.source))
 
     def observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
@@ -265,7 +265,7 @@ class Requests(ProgressRecords):
         if fits:
             sequence.observed(
                 event.token_ids,
-                asked_ns=request.asked_ns,
+                asked_ns=request.turn.asked_ns,
                 at_ns=now.wall_ns,
                 tool=event.tool,
                 ok=event.ok,
@@ -308,8 +308,8 @@ class Requests(ProgressRecords):
         In sessions the last answer may differ from the last tokens.
         """
         request.finish, request.finished_ns = finish, now.wall_ns
-        request.rewarded_by = "task" if rewarded is None else "agent"
-        request.agent_answer = text
+        request.score.by = "task" if rewarded is None else "agent"
+        request.score.agent_answer = text
         self.enter(request, Phase.REWARDING)
         if rewarded is not None:
             self.rewarded(request, rewarded, now)
@@ -330,23 +330,23 @@ class Requests(ProgressRecords):
 
     def broken(self, request: RequestState, error: str, now: Now) -> None:
         request.finish, request.finished_ns, request.error = "error", now.wall_ns, error
-        request.reward_error = f"not scored: {error}"
+        request.score.error = f"not scored: {error}"
         if request.episode:
             self.ask(Forget(request=request.key, source=request.source))
         self.encode(request)
 
     def rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
         if math.isfinite(event.reward):
-            request.reward, request.reward_raw = event.reward, event.raw
-            request.reward_parts, request.reward_answer = dict(event.parts), event.answer
+            request.score.reward, request.score.raw = event.reward, event.raw
+            request.score.parts, request.score.answer = dict(event.parts), event.answer
         else:
-            request.reward_error = f"NoAnswer: the reward is {event.reward}"
-        request.rewarded_ns = now.wall_ns
+            request.score.error = f"NoAnswer: the reward is {event.reward}"
+        request.score.at_ns = now.wall_ns
         self.encode(request)
 
     def reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        request.reward_error = f"{event.error}: {event.message}"
-        request.rewarded_ns = now.wall_ns
+        request.score.error = f"{event.error}: {event.message}"
+        request.score.at_ns = now.wall_ns
         self.encode(request)
 
     def encode(self, request: RequestState) -> None:
@@ -391,10 +391,10 @@ class Requests(ProgressRecords):
             self.counts["progress needless"] += 1
 
     def chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
-        request.resume = Resume(
-            tokens=request.chunk_end, partition=event.partition, offset=event.offset
+        request.chain.resume = Resume(
+            tokens=request.chain.end, partition=event.partition, offset=event.offset
         )
-        request.chunk_open = False
+        request.chain.open = False
         if request.phase is Phase.LEAVING:
             self._put_down_if_durable(request)
         elif request.phase is Phase.RELEASING:
@@ -436,19 +436,19 @@ class Requests(ProgressRecords):
         self.enter(request, Phase.RELEASING)
         sequence, kv = request.sequence, event.kv
         if kv is not None and sequence.sampled_tokens and kv.tokens == len(sequence) - 1:
-            request.kv_open = True
+            request.cache.offered = True
             label = label_of(request.place.trajectory, sequence.token_ids)
             self.ask(PutKv(request=request.key, label=label, kv=kv))
         self._release_if_durable(request, now)
 
     def kv_put(self, request: RequestState, event: KvPut, now: Now) -> None:
-        request.kv_open, request.blob = False, event.blob
+        request.cache.offered, request.cache.blob = False, event.blob
         if event.blob is None:
             self.counts[f"KV cache not handed over: {event.why}"] += 1
         self._release_if_durable(request, now)
 
     def _release_if_durable(self, request: RequestState, now: Now) -> None:
-        if self.all_durable(request) and not request.kv_open:
+        if self.all_durable(request) and not request.cache.offered:
             self._release(request, now)
 
     def _release(self, request: RequestState, now: Now) -> None:
@@ -473,6 +473,6 @@ class Requests(ProgressRecords):
             self._put_down(request)
 
     def _put_down(self, request: RequestState) -> None:
-        if request.resume is not None:
-            self.left[request.place.trajectory] = request.resume
+        if request.chain.resume is not None:
+            self.left[request.place.trajectory] = request.chain.resume
         self.abandon(request)

@@ -38,7 +38,13 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     RefuseCall,
 )
-from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase, RequestState, state_of
+from dora_pipe.producers.worker.request import (
+    EPISODE_RESTARTS_MAX,
+    Phase,
+    ProgressChain,
+    RequestState,
+    state_of,
+)
 from dora_pipe.producers.worker.request_records import turn_progress_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.resume import session_of
@@ -83,32 +89,32 @@ class Sessions:
         if request is None:
             return
         request.session = Session()
-        if request.resume is None:
+        if request.chain.resume is None:
             request.phase = Phase.AGENT
             requests.insert(request)
             self._ask_agent(request)
         else:
             request.phase = Phase.RESUMING
             requests.insert(request)
-            requests.ask(FetchProgress(request=request.key, resume=request.resume))
+            requests.ask(FetchProgress(request=request.key, resume=request.chain.resume))
 
     # RESUMING, AGENT
 
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
-        assert request.resume is not None
+        assert request.chain.resume is not None
         spec = request.place.spec
         found = event.why or session_of(
             event.chunks,
             trajectory=request.place.trajectory,
             version=spec.version,
             digest=spec.digest,
-            tokens=request.resume.tokens,
+            tokens=request.chain.resume.tokens,
         )
         if isinstance(found, Session):
             request.session = found
         else:
             self._requests.counts["progress unusable"] += 1
-            request.resume = None
+            request.chain.resume = None
         self._requests.enter(request, Phase.AGENT)
         self._ask_agent(request)
 
@@ -225,7 +231,7 @@ class Sessions:
             params=replace(request.params.ended_by(event.stop, event.stop_ids), max_tokens=most),
             seed=call_seed(request.seed, name.prompt, name.occurrence),
             sequence=TokenSequence(event.token_ids, at_ns=now.wall_ns),
-            resume=None,
+            chain=ProgressChain(),
             call=OpenCall(
                 session=request.key,
                 name=name,
@@ -283,7 +289,7 @@ class Sessions:
         why = session.tree.add(replace(turn, call=answered))
         assert not why, why
         session.answers[session.sampled.popleft()] = turn.turn
-        request.resume = Resume(
+        request.chain.resume = Resume(
             tokens=session.tokens_logged, partition=event.partition, offset=event.offset
         )
         self._requests.gone(call)

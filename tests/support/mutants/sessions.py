@@ -118,8 +118,8 @@ def _told_otherwise(patches: Patches) -> None:
     right = Episodes._tell
 
     def tell(self: Episodes, request: RequestState, now: Now) -> None:
-        if request.replay:
-            said = request.replay[0].said
+        if request.turn.replay:
+            said = request.turn.replay[0].said
             self._requests.ask_environment(request, [*said[1:], *said[:1]], now)
         else:
             right(self, request, now)

@@ -150,7 +150,7 @@ def test_call_is_recorded_then_answered() -> None:
             prompt_tokens=2,
         )
     ]
-    resume = driver.requests.by_key[KEY].resume
+    resume = driver.requests.by_key[KEY].chain.resume
     assert resume is not None and (resume.tokens, resume.offset) == (2, 4)
     assert list(driver.requests.by_key) == [KEY]
 

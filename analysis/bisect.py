@@ -94,7 +94,7 @@ class Comparison:
         """Measure a subject and classify it."""
         rows = paired(self.measure(subject), self.measure(self.good), self.measure(self.bad))
         middle = interval_of([self.direction * (v - (g + b) / 2) for v, g, b in rows])
-        found = Measured(
+        measured_step = Measured(
             subject=subject,
             better=middle.value > 0,
             verdict="good" if middle.low > 0 else "bad" if middle.high < 0 else "open",
@@ -103,8 +103,8 @@ class Comparison:
             before=sum(b for _, _, b in rows) / len(rows),
             draws=len(rows),
         )
-        self.measured.append(found)
-        return found
+        self.measured.append(measured_step)
+        return measured_step
 
     def fall(self) -> Interval:
         """Return the loss of the bad one, by pairs."""
@@ -184,9 +184,11 @@ class _Trials:
 
     def without(self, suspects: Sequence[Suspect]) -> Measured | None:
         """Run a trial; None beyond the step limit."""
-        names = frozenset(one.name for one in suspects)
+        names = frozenset(suspect.name for suspect in suspects)
         if names not in self.tried:
-            trial = Trial(first=min(one.step for one in suspects), last=self.last, drop=names)
+            trial = Trial(
+                first=min(suspect.step for suspect in suspects), last=self.last, drop=names
+            )
             if trial.steps > self.left:
                 self.over = True
                 return None
@@ -201,15 +203,15 @@ def explain(
     """Find the cause of a bad value after step `last`, repeating at most `steps` steps."""
     trials = _Trials(comparison, last, steps)
     if suspects and not (_stands_alone(suspects) and _mends(trials, suspects[:1])):
-        whole = trials.without(suspects)
-        if whole is not None and whole.verdict != "bad":
+        trial = trials.without(suspects)
+        if trial is not None and trial.verdict != "bad":
             _halve(trials, suspects)
-    mended = [names for names, one in trials.tried.items() if one.verdict == "good"]
-    names = min(mended, key=len, default=frozenset(one.name for one in suspects))
+    mended = [names for names, trial in trials.tried.items() if trial.verdict == "good"]
+    names = min(mended, key=len, default=frozenset(suspect.name for suspect in suspects))
     return Explanation(
         suspects=suspects,
         trials=tuple(comparison.measured),
-        cause=[one for one in suspects if one.name in names] if mended else [],
+        cause=[suspect for suspect in suspects if suspect.name in names] if mended else [],
         proof=trials.tried.get(names),
         steps=steps - trials.left,
         over=trials.over,
@@ -217,20 +219,20 @@ def explain(
 
 
 def _mends(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
-    found = trials.without(suspects)
-    return found is not None and found.verdict == "good"
+    trial = trials.without(suspects)
+    return trial is not None and trial.verdict == "good"
 
 
 def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
     while len(suspects) > 1 and not trials.over:
         part, other = halves(suspects)
-        found = trials.without(part)
-        suspects = part if found is not None and found.better else other
+        trial = trials.without(part)
+        suspects = part if trial is not None and trial.better else other
     trials.without(suspects)
 
 
 def _stands_alone(suspects: Sequence[Suspect]) -> bool:
-    return suspects[0].deviations ** 2 >= sum(one.deviations**2 for one in suspects[1:])
+    return suspects[0].deviations ** 2 >= sum(suspect.deviations**2 for suspect in suspects[1:])
 
 
 def halves(suspects: Sequence[Suspect]) -> tuple[Sequence[Suspect], Sequence[Suspect]]:
@@ -238,7 +240,7 @@ def halves(suspects: Sequence[Suspect]) -> tuple[Sequence[Suspect], Sequence[Sus
 
     Example: weights 9, 3, 2, 1 give the first alone, and the others.
     """
-    half, weight, count = sum(one.weight for one in suspects) / 2, 0.0, 0
+    half, weight, count = sum(suspect.weight for suspect in suspects) / 2, 0.0, 0
     while count < len(suspects) - 1 and (weight < half or not count):
         weight += suspects[count].weight
         count += 1

@@ -95,7 +95,7 @@ class Repeater:
         return commit
 
     def _lead_to(self, step: int) -> None:
-        kept = max((one for one in self._states if one <= step), default=-1)
+        kept = max((saved_step for saved_step in self._states if saved_step <= step), default=-1)
         checkpoints = (note.step + 1 for note in self.run.history.notes[:step] if note.checkpoint)
         if kept >= max(checkpoints, default=0):
             results = replay_steps(self.run, range(kept, step), Change(start=self._states[kept]))
@@ -129,7 +129,9 @@ class BisectedRun:
     def explain(self, fall: Fall, good: int) -> Explanation:
         """Find the group that caused a fall; trials begin at version `good` or later."""
         first = max(fall.step - self.limits.before, good)
-        rows = {one: self.repeater.contributions(one) for one in range(first, fall.step + 1)}
+        rows = {
+            number: self.repeater.contributions(number) for number in range(first, fall.step + 1)
+        }
         suspects = suspects_of(rows, self.limits.suspects)
         comparison, last = self._reference(fall, first)
         return explain(comparison, suspects, last, self.limits.steps)

@@ -81,28 +81,34 @@ EMPTY: Final = Change()
 
 def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
     """Return the batch to train, the same object if unchanged. Raises UsageError if it is empty."""
-    groups = [_group(one, change) for one in batch.groups if one.group not in change.drop]
+    groups = [_group(group, change) for group in batch.groups if group.group not in change.drop]
     if batch.groups and not groups:
         raise UsageError(f"step {batch.step} has no group left", hint="drop fewer groups")
     weights = _weights(change.weights, groups)
     same = len(groups) == len(batch.groups) and all(
-        one is other for one, other in zip(groups, batch.groups, strict=True)
+        changed is other for changed, other in zip(groups, batch.groups, strict=True)
     )
     if same and not weights:
         return batch
-    sizes = [sum(one.group not in change.drop for one in part.groups) for part in batch.in_parts()]
+    sizes = [
+        sum(group.group not in change.drop for group in part.groups) for part in batch.in_parts()
+    ]
     parts = [size for size in sizes if size][:-1]
     return replace(batch, groups=groups, parts=parts, weights=weights or None)
 
 
 def _weights(weights: Mapping[str, float], groups: Collection[TrainGroup]) -> dict[str, float]:
-    names = (one.trajectory for group in groups for one in group.trajectories) if weights else ()
+    names = (
+        (trajectory.trajectory for group in groups for trajectory in group.trajectories)
+        if weights
+        else ()
+    )
     return {name: weights[name] for name in names if weights.get(name, 1.0) != 1.0}
 
 
 def _group(group: TrainGroup, change: Change) -> TrainGroup:
-    rows = [_trajectory(one, change) for one in group.trajectories]
-    if all(one is other for one, other in zip(rows, group.trajectories, strict=True)):
+    rows = [_trajectory(trajectory, change) for trajectory in group.trajectories]
+    if all(changed is other for changed, other in zip(rows, group.trajectories, strict=True)):
         return group
     return replace(group, trajectories=rows)
 
@@ -131,7 +137,7 @@ def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:
 
 def read_rewards(file: Path) -> dict[str, float | None]:
     """Read a rewards file. Raises UsageError."""
-    found: dict[str, float | None] = {}
+    rewards: dict[str, float | None] = {}
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -144,5 +150,5 @@ def read_rewards(file: Path) -> dict[str, float | None]:
                 f"{file}, line {number}: {error}",
                 hint='a JSON object per line: {"trajectory": "g0000000042-003", "reward": 0.5}',
             ) from None
-        found[row.trajectory] = row.reward
-    return found
+        rewards[row.trajectory] = row.reward
+    return rewards

@@ -103,50 +103,52 @@ class RunDiff:
             for step, change in changes
         ]
         pairs = [*self.config.items(), *self.made_of.items()]
-        settings = [f"{key}: {one} and {other}" for key, (one, other) in pairs if key != "run.name"]
+        settings = [
+            f"{key}: {first} and {other}" for key, (first, other) in pairs if key != "run.name"
+        ]
         return mid_run + settings
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def diff_runs(one: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
+def diff_runs(first: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
     """Compare two logs completely. Raises BusError, LogTruncated."""
-    return compare(_compared_run(one, damage), _compared_run(other, damage))
+    return compare(_compared_run(first, damage), _compared_run(other, damage))
 
 
-def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
+def compare(first: ComparedRun, other: ComparedRun) -> RunDiff:
     """Return the differences of two runs."""
     partings = [
-        found
-        for kind in one.records
-        if (found := parting(kind, one.records[kind], other.records[kind])) is not None
+        difference
+        for kind in first.records
+        if (difference := parting(kind, first.records[kind], other.records[kind])) is not None
     ]
-    same = one.changes == other.changes
+    same = first.changes == other.changes
     return RunDiff(
-        changes=((), ()) if same else (one.changes, other.changes),
-        config=_differing(one.config, other.config),
-        made_of=_differing(one.made_of, other.made_of),
-        partings=sorted(partings, key=lambda found: found.at_ns),
+        changes=((), ()) if same else (first.changes, other.changes),
+        config=_differing(first.config, other.config),
+        made_of=_differing(first.made_of, other.made_of),
+        partings=sorted(partings, key=lambda parting: parting.at_ns),
         compared={
             kind: len(comparable(kind, records, other.records[kind]))
-            for kind, records in one.records.items()
+            for kind, records in first.records.items()
         },
     )
 
 
-def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
+def comparable(kind: Kind, first: Records, other: Records) -> list[int | str]:
     """Return common records in the first run's order; trajectories need equal weights and rows."""
-    both = (name for name in one if name in other)
+    both = (name for name in first if name in other)
     if kind == "trajectory":
-        both = (name for name in both if one[name][1][0] == other[name][1][0])
-    return sorted(both, key=lambda name: (one[name][0], name))
+        both = (name for name in both if first[name][1][0] == other[name][1][0])
+    return sorted(both, key=lambda name: (first[name][0], name))
 
 
-def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
+def parting(kind: Kind, first: Records, other: Records) -> Parting | None:
     """Return the first comparable record that differs, if any."""
-    for name in comparable(kind, one, other):
-        (at_ns, here), (_, there) = one[name], other[name]
+    for name in comparable(kind, first, other):
+        (at_ns, here), (_, there) = first[name], other[name]
         if here != there:
             return Parting(kind=kind, name=str(name), at_ns=at_ns, values=(here, there))
     return None
@@ -177,13 +179,17 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
     )
 
 
-def _content(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
+def _content(trajectory: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
     """Return (weights and row), digest of the tokens, reward."""
-    meta = one.meta
-    tokens = np.asarray(one.token_ids, "<i8").tobytes()
-    return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward
+    meta = trajectory.meta
+    tokens = np.asarray(trajectory.token_ids, "<i8").tobytes()
+    return (
+        (trajectory.digest, meta.purpose, meta.index, meta.source),
+        sha256_hex(tokens),
+        trajectory.reward,
+    )
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    pairs = ((key, (one.get(key), other.get(key))) for key in sorted({*one, *other}))
+def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = ((key, (first.get(key), other.get(key))) for key in sorted({*first, *other}))
     return {key: pair for key, pair in pairs if pair[0] != pair[1]}

@@ -82,11 +82,11 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
 
 def turn_starts(trajectory: Trajectory) -> dict[int, int]:
     """Return the first token of each model turn."""
-    found: dict[int, int] = {}
+    starts: dict[int, int] = {}
     for segment in trajectory.segments:
         if segment.kind == "model" and segment.end > segment.start:
-            found.setdefault(segment.turn, segment.start)
-    return found
+            starts.setdefault(segment.turn, segment.start)
+    return starts
 
 
 def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) -> None:
@@ -110,7 +110,7 @@ def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
     """Return the beginning of one or every turn. Raises UsageError."""
     starts = turn_starts(trajectory)
     if turn is None:
-        return [Cut(token=token, turn=at) for at, token in starts.items()]
+        return [Cut(token=token, turn=turn) for turn, token in starts.items()]
     if turn not in starts:
         many = f"turns {min(starts)} to {max(starts)}" if len(starts) > 1 else "turn 0 alone"
         raise UsageError(f"{trajectory.trajectory} has no turn {turn}, it has {many}")
@@ -124,18 +124,18 @@ def continuations(
 
     Raises ReplayDiverged if an environment answers differently, and what the worker raises.
     """
-    wanted = {
+    requests = {
         cut: [_wanted(recorded, cut, sample, worker) for sample in range(samples)] for cut in cuts
     }
-    found = worker.sample([one for some in wanted.values() for one in some])
-    lost = [one for one in found.values() if isinstance(one, RequestFailed)]
-    for one in lost:
-        if one.error == REPLAY_DIFFERS:
-            raise _diverged(recorded, one.message)
+    sampled = worker.sample([request for of_cut in requests.values() for request in of_cut])
+    lost = [result for result in sampled.values() if isinstance(result, RequestFailed)]
+    for failure in lost:
+        if failure.error == REPLAY_DIFFERS:
+            raise _diverged(recorded, failure.message)
     done: dict[Cut, list[Trajectory]] = {}
-    for cut, some in wanted.items():
-        results = (found[one.name] for one in some)
-        done[cut] = [one for one in results if isinstance(one, Trajectory)]
+    for cut, of_cut in requests.items():
+        results = (sampled[request.name] for request in of_cut)
+        done[cut] = [result for result in results if isinstance(result, Trajectory)]
         for continued in done[cut]:
             if why := prefix_difference(recorded, continued, cut):
                 raise _diverged(recorded, why)
@@ -177,9 +177,9 @@ def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker
         task=meta.task,
         evaluation=meta.evaluation,
     )
-    one = SampleRequest(spec=spec, sample=sample)
+    request = SampleRequest(spec=spec, sample=sample)
     return SampleRequest(
-        spec=spec, sample=sample, prefix=prefix_of(recorded, cut, one.name, worker)
+        spec=spec, sample=sample, prefix=prefix_of(recorded, cut, request.name, worker)
     )
 
 
@@ -190,7 +190,11 @@ def prefix_of(
 
     It names the worker's version and ends with a model turn, so that the environment answers again.
     """
-    models = [one for one in recorded.segments if one.kind == "model" and one.start < cut.token]
+    models = [
+        segment
+        for segment in recorded.segments
+        if segment.kind == "model" and segment.start < cut.token
+    ]
     if not models:
         return None
     end = models[-1].end
@@ -207,7 +211,7 @@ def prefix_of(
         sampler_logprobs=recorded.sampler_logprobs[:end],
         loss_mask=recorded.loss_mask[:end],
         segments=list(_segments_before(recorded.segments, end, worker.version)),
-        prefills=tuple(one for one in recorded.meta.prefills if one < end),
+        prefills=tuple(position for position in recorded.meta.prefills if position < end),
         previous=-1,
         started_ns=recorded.meta.times.first_token or recorded.meta.times.scheduled,
         finish="stop",
@@ -246,7 +250,7 @@ def prefix_difference(recorded: Trajectory, continued: Trajectory, cut: Cut) -> 
 
 
 def _answers(trajectory: Trajectory) -> list[Segment]:
-    return [one for one in trajectory.segments if one.kind in ("environment", "tool")]
+    return [segment for segment in trajectory.segments if segment.kind in ("environment", "tool")]
 
 
 def mean_of(rewards: Sequence[float]) -> tuple[float, float, float] | tuple[None, None, None]:
@@ -255,8 +259,8 @@ def mean_of(rewards: Sequence[float]) -> tuple[float, float, float] | tuple[None
     if not rewards:
         return None, None, None
     if not BINARY.issuperset(rewards):
-        found = interval_of(rewards)
-        return found.value, found.low, found.high
+        interval = interval_of(rewards)
+        return interval.value, interval.low, interval.high
     count, mean = len(rewards), math.fsum(rewards) / len(rewards)
     square = CONFIDENCE**2 / count
     center, scale = mean + square / 2, 1 + square
@@ -287,14 +291,16 @@ def fork_of(
 
 
 def _turn(cut: Cut, continued: Sequence[Trajectory]) -> ForkedTurn:
-    mean, low, high = mean_of([one.reward for one in continued if one.reward is not None])
+    mean, low, high = mean_of(
+        [continuation.reward for continuation in continued if continuation.reward is not None]
+    )
     samples = tuple(
         Sample(
-            reward=one.reward,
-            sampled=sum(one.loss_mask[cut.token :]),
-            token_ids=tuple(one.token_ids[cut.token :]),
+            reward=continuation.reward,
+            sampled=sum(continuation.loss_mask[cut.token :]),
+            token_ids=tuple(continuation.token_ids[cut.token :]),
         )
-        for one in continued
+        for continuation in continued
     )
     return ForkedTurn(
         token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples
@@ -308,9 +314,9 @@ def decided_by(turns: Sequence[ForkedTurn], reward: float | None) -> Decided | N
     next one's.
     """
     values = [
-        (one.turn, one.mean, one.low, one.high)
-        for one in turns
-        if one.mean is not None and one.low is not None and one.high is not None
+        (turn.turn, turn.mean, turn.low, turn.high)
+        for turn in turns
+        if turn.mean is not None and turn.low is not None and turn.high is not None
     ]
     values += [] if reward is None else [(-1, reward, reward, reward)]
     changes = [
@@ -318,5 +324,5 @@ def decided_by(turns: Sequence[ForkedTurn], reward: float | None) -> Decided | N
         for (turn, before, low, high), (_, after, low_now, high_now) in pairwise(values)
         if low > high_now or low_now > high
     ]
-    most = max(changes, key=lambda one: abs(one.after - one.before), default=None)
+    most = max(changes, key=lambda change: abs(change.after - change.before), default=None)
     return most if len(turns) > 1 else None

@@ -81,8 +81,8 @@ def opened_probe(
     """
     kind, _, name = probe.partition(":")
     if kind == EVAL:
-        with _evaluation(run, name, report) as found:
-            yield found
+        with _evaluation(run, name, report) as evaluation:
+            yield evaluation
         return
     started, _ = policy_after(run.bus, run.topics, 0)
     with importable(str((directory or Path()).resolve())):
@@ -107,9 +107,9 @@ class FunctionProbe:
             model, dtype = Path(folder) / "model", read_manifest(weights).dtype
             write_policy_dir(self.store, weights, digest, dtype, self.assets, model)
             try:
-                found = self.function(model)
-                many = hasattr(found, "__len__")
-                return [float(one) for one in found] if many else [float(found)]
+                scores = self.function(model)
+                many = hasattr(scores, "__len__")
+                return [float(score) for score in scores] if many else [float(scores)]
             except Exception as error:  # user code
                 raise TaskError(f"--probe {self.probe}: {reason(error)}") from error
 
@@ -144,11 +144,11 @@ class EvaluationProbe:
             reason="an evaluation by a probe",
             report=self.report,
         )
-        wanted = [self._wanted(draw, digest) for draw in range(draws)]
-        found = worker.sample(wanted)
-        results = [found[one.name] for one in wanted]
+        requests = [self._wanted(draw, digest) for draw in range(draws)]
+        sampled = worker.sample(requests)
+        results = [sampled[request.name] for request in requests]
         _check(results)
-        return [one.reward if isinstance(one, Trajectory) else None for one in results]
+        return [result.reward if isinstance(result, Trajectory) else None for result in results]
 
     def _pool(self, task: Task, *, clock: Clock) -> TaskPool:
         pool = next(pool for own, pool in self.pools if own == task)
@@ -174,9 +174,11 @@ class EvaluationProbe:
 
 def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
     errors = Counter(
-        one.error if isinstance(one, RequestFailed) else error_class(one.meta.reward_error or "")
-        for one in results
-        if isinstance(one, RequestFailed) or one.reward is None
+        result.error
+        if isinstance(result, RequestFailed)
+        else error_class(result.meta.reward_error or "")
+        for result in results
+        if isinstance(result, RequestFailed) or result.reward is None
     )
     missing, many = errors.total(), len(results)
     why = ", ".join(f"{name} {count}" for name, count in errors.items())
@@ -249,8 +251,8 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
     assets = run.policies.assets(started.assets_digest)
     with ExitStack() as stack:
         pools = [
-            (one.task, stack.enter_context(TaskPool(one.task, clock=SystemClock())))
-            for one in pool_specs(config)
+            (pool.task, stack.enter_context(TaskPool(pool.task, clock=SystemClock())))
+            for pool in pool_specs(config)
         ]
         for _, pool in pools:
             pool.wait()
@@ -269,11 +271,13 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
 
 def _named(config: Config, name: str) -> Evaluation:
     """Return the named or only evaluation. Raises UsageError."""
-    found = {one.name: one for one in config.evaluations}
-    if name not in found and (name or len(found) > 1):
-        known = ", ".join(f"eval:{one}" if one else EVAL for one in found)
-        raise UsageError(f"no evaluation {name!r}", hint=f"there are: {known}")
-    return found.get(name) or config.evaluations[0]
+    evaluations = {evaluation.name: evaluation for evaluation in config.evaluations}
+    if name not in evaluations and (name or len(evaluations) > 1):
+        names = ", ".join(
+            f"eval:{evaluation}" if evaluation else EVAL for evaluation in evaluations
+        )
+        raise UsageError(f"no evaluation {name!r}", hint=f"there are: {names}")
+    return evaluations.get(name) or config.evaluations[0]
 
 
 def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
@@ -286,6 +290,8 @@ def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
     for section, name in names.items():
         several = tables_of(plain, section)
         if len(several) > 1:
-            plain[section] = next(one for one in several if one.get("name", "") == name)
+            plain[section] = next(
+                section_entry for section_entry in several if section_entry.get("name", "") == name
+            )
             del plain[SEVERAL[section][0]]
     return msgspec.structs.replace(started, config=plain, config_digest=config_digest(plain))

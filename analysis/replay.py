@@ -329,12 +329,12 @@ def raise_if_diverged(line: StepResult) -> None:
     other = step.other_numerics
     because = f"the numerics differ in {', '.join(other)}" if other else "the numerics are equal"
     if step.equal:
-        said = f"gave other metrics than those committed: {line.metrics[0].line}"
+        message = f"gave other metrics than those committed: {line.metrics[0].line}"
     else:
-        said = "gave other weights than those committed; "
-        said += f"the first tensor that differs is {step.tensor}"
+        message = "gave other weights than those committed; "
+        message += f"the first tensor that differs is {step.tensor}"
     raise ReplayDiverged(
-        f"step {step.step} {said} ({because})",
+        f"step {step.step} {message} ({because})",
         hint="bitwise equality requires equal numerics" if other else None,
     )
 
@@ -347,9 +347,9 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
     from safetensors.torch import load_file
 
     theirs, ours = load_file(committed), load_file(replayed)
-    found = [_distance(name, theirs.get(name), ours.get(name)) for name in theirs.keys() | ours]
-    differing = [one for one in found if one is not None]
-    return tuple(sorted(differing, key=lambda one: (-one.relative_max, one.tensor)))
+    distances = [_distance(name, theirs.get(name), ours.get(name)) for name in theirs.keys() | ours]
+    differing = [distance for distance in distances if distance is not None]
+    return tuple(sorted(differing, key=lambda distance: (-distance.relative_max, distance.tensor)))
 
 
 def _distance(

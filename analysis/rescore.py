@@ -145,24 +145,24 @@ class _Scoring:
         self.done: list[Rescored] = []
         self._gathered: defaultdict[str, list[tuple[Trajectory, Rescored]]] = defaultdict(list)
 
-    def begin(self, one: Trajectory) -> None:
+    def begin(self, trajectory: Trajectory) -> None:
         """Request its prompt, unless it ended in an error and was never scored."""
-        meta = one.meta
+        meta = trajectory.meta
         if meta.finish == "error":
-            wrong = "" if one.reward is None else "it ended in an error and has a reward"
-            self._end(one, error=IN_ERROR, difference=wrong)
+            wrong = "" if trajectory.reward is None else "it ended in an error and has a reward"
+            self._end(trajectory, error=IN_ERROR, difference=wrong)
         elif meta.rewarded_by == "agent" and not self._agents:
             parts = dict(meta.reward_parts)
-            self._end(one, reward=one.reward, parts=parts, not_compared=AGENTS_OWN)
+            self._end(trajectory, reward=trajectory.reward, parts=parts, not_compared=AGENTS_OWN)
         else:
-            asked = _Asked(one, deque(turns_of(one.segments, one.token_ids)))
-            self.open[one.trajectory] = asked
+            asked = _Asked(trajectory, deque(turns_of(trajectory.segments, trajectory.token_ids)))
+            self.open[trajectory.trajectory] = asked
             if meta.calls:
-                self._score(one)
+                self._score(trajectory)
             else:
                 self._tasks.start(
                     PromptCall(
-                        request=one.trajectory,
+                        request=trajectory.trajectory,
                         split=meta.purpose,
                         index=meta.index,
                         source=meta.source,
@@ -217,29 +217,29 @@ class _Scoring:
                 return
         self._step(asked)
 
-    def _score(self, one: Trajectory) -> None:
-        meta = one.meta
+    def _score(self, trajectory: Trajectory) -> None:
+        meta = trajectory.meta
         self._tasks.start(
             RewardCall(
-                request=one.trajectory,
+                request=trajectory.trajectory,
                 split=meta.purpose,
                 index=meta.index,
-                answer=answer_of(one),
-                turns=[ids for _, ids in turns_of(one.segments, one.token_ids)],
-                before=tokens_before(one, meta.calls[-1].start) if meta.calls else (),
+                answer=answer_of(trajectory),
+                turns=[ids for _, ids in turns_of(trajectory.segments, trajectory.token_ids)],
+                before=tokens_before(trajectory, meta.calls[-1].start) if meta.calls else (),
                 text=meta.agent_answer,
                 source=meta.source,
             )
         )
 
-    def _rewarded(self, one: Trajectory, event: Rewarded) -> None:
-        meta, parts = one.meta, dict(event.parts)
-        if one.reward is None and error_class(meta.reward_error or "") in INFRASTRUCTURE:
+    def _rewarded(self, trajectory: Trajectory, event: Rewarded) -> None:
+        meta, parts = trajectory.meta, dict(event.parts)
+        if trajectory.reward is None and error_class(meta.reward_error or "") in INFRASTRUCTURE:
             why = meta.reward_error or ""
-            self._end(one, reward=event.reward, parts=parts, not_compared=why)
+            self._end(trajectory, reward=event.reward, parts=parts, not_compared=why)
             return
         pairs = (
-            ("reward", one.reward, event.reward),
+            ("reward", trajectory.reward, event.reward),
             ("raw reward", meta.reward_raw, event.raw),
             ("reward's parts", dict(meta.reward_parts), parts),
             ("answer", meta.reward_answer, event.answer),
@@ -249,28 +249,28 @@ class _Scoring:
             for name, recorded, now in pairs
             if recorded != now
         )
-        self._end(one, reward=event.reward, parts=parts, difference=next(differences, ""))
+        self._end(trajectory, reward=event.reward, parts=parts, difference=next(differences, ""))
 
-    def _failed(self, one: Trajectory, event: TaskFailed) -> None:
+    def _failed(self, trajectory: Trajectory, event: TaskFailed) -> None:
         error = f"{event.error}: {event.message}"
         if event.error in INFRASTRUCTURE:
-            self._end(one, error=error, not_compared=error)
+            self._end(trajectory, error=error, not_compared=error)
         else:
-            difference = "" if one.reward is None else f"it has no reward ({error})"
-            self._end(one, error=error, difference=difference)
+            difference = "" if trajectory.reward is None else f"it has no reward ({error})"
+            self._end(trajectory, error=error, difference=difference)
 
-    def _differs(self, one: Trajectory, difference: str) -> None:
-        self._tasks.start(Forget(request=one.trajectory, source=one.meta.source))
-        self._end(one, error=difference, difference=difference)
+    def _differs(self, trajectory: Trajectory, difference: str) -> None:
+        self._tasks.start(Forget(request=trajectory.trajectory, source=trajectory.meta.source))
+        self._end(trajectory, error=difference, difference=difference)
 
-    def _end(self, one: Trajectory, *, reward: float | None = None, **found: Any) -> None:
-        name, group = one.trajectory, group_of(one.trajectory)
+    def _end(self, trajectory: Trajectory, *, reward: float | None = None, **fields: Any) -> None:
+        name, group = trajectory.trajectory, group_of(trajectory.trajectory)
         self.open.pop(name, None)
-        result = Rescored(trajectory=name, recorded=one.reward, reward=reward, **found)
+        result = Rescored(trajectory=name, recorded=trajectory.reward, reward=reward, **fields)
         if group not in self._together:
             self.done.append(result)
             return
-        self._gathered[group].append((one, result))
+        self._gathered[group].append((trajectory, result))
         if len(self._gathered[group]) == self._together[group].size:
             self._score_group(group, self._gathered.pop(group))
 
@@ -284,7 +284,7 @@ class _Scoring:
                 for _, result in members
             )
             return
-        valid = [(one, result) for one, result in members if result.reward is not None]
+        valid = [(member, result) for member, result in members if result.reward is not None]
         if len(valid) < self._together[group].valid_min:
             self.done += (result for _, result in members)
             return
@@ -296,7 +296,7 @@ class _Scoring:
                 request=group,
                 split=meta.purpose,
                 index=meta.index,
-                completions=[turns_said(one) for one, _ in valid],
+                completions=[turns_said(member) for member, _ in valid],
                 source=meta.source,
             )
         )
@@ -308,21 +308,24 @@ class _Scoring:
             lost = error if event.error in INFRASTRUCTURE else ""
             wrong = "" if lost else f"its group has no scores ({error})"
             self.done += (
-                replace(one, reward=None, error=error, difference=wrong, not_compared=lost)
-                for one in alone
+                replace(member, reward=None, error=error, difference=wrong, not_compared=lost)
+                for member in alone
             )
             return
         sums = [
-            (one.reward or 0.0) + added for one, added in zip(alone, event.rewards, strict=True)
+            (member.reward or 0.0) + added
+            for member, added in zip(alone, event.rewards, strict=True)
         ]
         if any(abs(total) > REWARD_MAX for total in sums):
             error = f"NoAnswer: a reward of its group is beyond {REWARD_MAX:g}"
-            self.done += (replace(one, reward=None, error=error, difference=error) for one in alone)
+            self.done += (
+                replace(member, reward=None, error=error, difference=error) for member in alone
+            )
             return
         recorded = self._together[event.request].recorded
         self.done += (
-            _with_group(one, total, dict(parts), recorded.get(one.trajectory))
-            for one, total, parts in zip(alone, sums, event.parts, strict=True)
+            _with_group(member, total, dict(parts), recorded.get(member.trajectory))
+            for member, total, parts in zip(alone, sums, event.parts, strict=True)
         )
 
 
@@ -332,13 +335,13 @@ def _with_group(
     parts: dict[str, float],
     recorded: tuple[float | None, Mapping[str, float]] | None,
 ) -> Rescored:
-    found = replace(alone, reward=reward, parts={**alone.parts, **parts})
+    result = replace(alone, reward=reward, parts={**alone.parts, **parts})
     if recorded is None:
-        return found
+        return result
     counted, of_group = recorded
     difference = alone.difference
     if not difference and counted != reward:
         difference = f"its reward within its group is {reward!r}, recorded is {counted!r}"
     elif not difference and parts != dict(of_group):
         difference = f"its group's parts are {parts!r}, recorded are {dict(of_group)!r}"
-    return replace(found, recorded=counted, difference=difference)
+    return replace(result, recorded=counted, difference=difference)

@@ -91,7 +91,7 @@ class Comparison:
 
 def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
     """Compare with the logged rewards; skips groups that are not covered."""
-    taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
+    taken = [taken_ns for (taken_ns,) in tables.query("select taken_ns from steps order by step")]
     rows = tables.records(ENDED)
     groups = [
         ScoredGroup(
@@ -149,28 +149,33 @@ def compare(
     left_out: int = 0,
 ) -> Comparison:
     """Compare both rewards of groups; `settings` are logged, by step."""
-    train = [one for one in groups if one.outcome != "evaluated"]
+    train = [group for group in groups if group.outcome != "evaluated"]
     outcomes = [
-        ChangedGroup(group=one.group, step=one.step, old=one.outcome, new=new)
-        for one in sorted(train, key=lambda one: (one.step, one.group))
-        if (new := outcome_of(one.new, one.size, rules)) != one.outcome
+        ChangedGroup(group=group.group, step=group.step, old=group.outcome, new=new)
+        for group in sorted(train, key=lambda group: (group.step, group.group))
+        if (new := outcome_of(group.new, group.size, rules)) != group.outcome
     ]
     trained: defaultdict[int, list[ScoredGroup]] = defaultdict(list)
-    for one in train:
-        if one.outcome == "trained":
-            trained[one.step].append(one)
-    pairs = {step: _advantages(some, settings.get(step, {})) for step, some in trained.items()}
-    other = [one.step for one in outcomes]
+    for group in train:
+        if group.outcome == "trained":
+            trained[group.step].append(group)
+    pairs = {
+        step: _advantages(step_groups, settings.get(step, {}))
+        for step, step_groups in trained.items()
+    }
+    other = [outcome.step for outcome in outcomes]
     other += (
-        step for step, some in pairs.items() if any(not _close(old, new) for _, old, new in some)
+        step
+        for step, step_pairs in pairs.items()
+        if any(not _close(old, new) for _, old, new in step_pairs)
     )
-    every = [pair for _, some in sorted(pairs.items()) for pair in some]
+    every = [pair for _, step_pairs in sorted(pairs.items()) for pair in step_pairs]
     return Comparison(
-        trajectories=sum(len(one.trajectories) for one in groups),
+        trajectories=sum(len(group.trajectories) for group in groups),
         left_out=left_out,
         differ=sorted(_differing(groups), key=_distance, reverse=True),
-        old=_mean(reward for one in train for reward in one.old),
-        new=_mean(reward for one in train for reward in one.new),
+        old=_mean(reward for group in train for reward in group.old),
+        new=_mean(reward for group in train for reward in group.new),
         outcomes=outcomes,
         advantages=len(every),
         signs=[name for name, old, new in every if _sign(old) != _sign(new)],
@@ -183,7 +188,7 @@ def outcome_of(rewards: Rewards, size: int, rules: Rollout) -> str:
 
     Example: with filtering, ``outcome_of([1.0, 1.0], 2, rules) == "filtered"``
     """
-    valid = [one for one in rewards if one is not None]
+    valid = [reward for reward in rewards if reward is not None]
     if len(valid) < min(rules.min_valid_trajectories, size):
         return "failed"
     return "filtered" if rules.filter_zero_advantage and len(set(valid)) <= 1 else "trained"
@@ -193,9 +198,9 @@ def _advantages(
     groups: Sequence[ScoredGroup], settings: Mapping[str, Any]
 ) -> list[tuple[str, float | None, float | None]]:
     rule = advantage_rule(dict(settings))
-    old = batch_advantages([(one.version, one.old) for one in groups], *rule)
-    new = batch_advantages([(one.version, one.new) for one in groups], *rule)
-    names = chain.from_iterable(one.trajectories for one in groups)
+    old = batch_advantages([(group.version, group.old) for group in groups], *rule)
+    new = batch_advantages([(group.version, group.new) for group in groups], *rule)
+    names = chain.from_iterable(group.trajectories for group in groups)
     return list(zip(names, chain(*old), chain(*new), strict=True))
 
 
@@ -204,19 +209,19 @@ def _differing(
 ) -> list[tuple[str, float | None, float | None]]:
     return [
         (name, old, new)
-        for one in groups
-        for name, old, new in zip(one.trajectories, one.old, one.new, strict=True)
+        for group in groups
+        for name, old, new in zip(group.trajectories, group.old, group.new, strict=True)
         if old != new
     ]
 
 
-def _distance(one: tuple[str, float | None, float | None]) -> float:
-    _, old, new = one
+def _distance(pair: tuple[str, float | None, float | None]) -> float:
+    _, old, new = pair
     return math.inf if old is None or new is None else abs(new - old)
 
 
 def _mean(rewards: Iterable[float | None]) -> float | None:
-    valid = [one for one in rewards if one is not None]
+    valid = [reward for reward in rewards if reward is not None]
     return fmean(valid) if valid else None
 
 
@@ -224,5 +229,5 @@ def _sign(advantage: float | None) -> int:
     return 0 if not advantage else 1 if advantage > 0 else -1
 
 
-def _close(one: float | None, other: float | None) -> bool:
-    return math.isclose(one or 0.0, other or 0.0, rel_tol=1e-9, abs_tol=1e-9)
+def _close(first: float | None, other: float | None) -> bool:
+    return math.isclose(first or 0.0, other or 0.0, rel_tol=1e-9, abs_tol=1e-9)

@@ -122,7 +122,7 @@ def _rows(run: SourceRun, steps: range) -> Iterator[str]:
     for commit in read_commits(run.bus, run.topics, notes, run.clock):
         for group in commit.groups:
             yield group.group
-            yield from (one.trajectory for one in group.trajectories)
+            yield from (trajectory.trajectory for trajectory in group.trajectories)
 
 
 def _step_of(result: StepResult) -> RetrainedStep:

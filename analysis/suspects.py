@@ -94,10 +94,10 @@ MEASURES: Final[Mapping[str, _Measure]] = {
 
 def suspects_of(steps: Mapping[int, Rows], most: int) -> list[Suspect]:
     """Return the groups that deviate most within their steps; a step keeps at least one group."""
-    found: list[Suspect] = []
+    suspects: list[Suspect] = []
     for step, rows in steps.items():
-        found += sorted(_ranked(step, rows), key=_order)[:-1]
-    return sorted(found, key=_order)[:most]
+        suspects += sorted(_ranked(step, rows), key=_order)[:-1]
+    return sorted(suspects, key=_order)[:most]
 
 
 def _order(suspect: Suspect) -> tuple[float, str]:
@@ -122,7 +122,7 @@ def _ranked(step: int, rows: Rows) -> list[Suspect]:
             deviations=max(*far[group].values(), DEVIATIONS_MIN),
             reasons=tuple(
                 f"{name} {MEASURES[name].shown(own):.3g}"
-                for name, deviation in sorted(far[group].items(), key=lambda one: -one[1])
+                for name, deviation in sorted(far[group].items(), key=lambda item: -item[1])
                 if deviation >= STANDS_OUT
             ),
         )

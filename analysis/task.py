@@ -60,19 +60,21 @@ def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) ->
     tokenizer = Tokenizer(assets)
     with closing(run.tables()) as tables:
         chats = chats_of_run(tables, config, started, assets, tokenizer)
-        recorded = frozenset(one for (one,) in tables.query("select reward_digest from workers"))
+        recorded = frozenset(
+            digest for (digest,) in tables.query("select reward_digest from workers")
+        )
     with ExitStack() as stack:
-        pools = [(one, stack.enter_context(TaskPool(one.task))) for one in pool_specs(config)]
+        pools = [(spec, stack.enter_context(TaskPool(spec.task))) for spec in pool_specs(config)]
         facts = [pool.wait() for _, pool in pools]
-        for (one, _), its in zip(pools, facts, strict=True):
+        for (spec, _), its in zip(pools, facts, strict=True):
             if not other_rewards:
-                check_scoring(its, started, one.sources)
-            check_data(its, started, one.sources)
+                check_scoring(its, started, spec.sources)
+            check_data(its, started, spec.sources)
         together = {
             source
-            for (one, _), its in zip(pools, facts, strict=True)
+            for (spec, _), its in zip(pools, facts, strict=True)
             if its.scores_groups
-            for source in one.sources
+            for source in spec.sources
         }
         yield OpenTask(
             ports=task_ports(pools, tokenizer, chats),
@@ -87,7 +89,7 @@ def chats_of_run(
     tables: Catalogue, config: Config, started: RunStarted, assets: Path, tokenizer: Tokenizer
 ) -> dict[str, Chat]:
     """Return the workers' chats by source; empty for text prompts."""
-    digests = {one for (one,) in tables.query("select template_digest from workers")} - {""}
+    digests = {digest for (digest,) in tables.query("select template_digest from workers")} - {""}
     chats = recorded_chats(config, started.at_ns, assets, tokenizer, digests)
     if chats:
         say_other_code("chat's rendering", digests, digest_of(chats))
@@ -96,7 +98,7 @@ def chats_of_run(
 
 def codes_of(joins: Iterable[WorkerJoined], source: str) -> set[str]:
     """Return the workers' reward code digests."""
-    return {one.reward_digests.get(source, one.reward_digest) for one in joins}
+    return {join.reward_digests.get(source, join.reward_digest) for join in joins}
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:
@@ -110,7 +112,7 @@ def _stopped(
     config: Config, tokenizer: Tokenizer, chats: Mapping[str, Chat]
 ) -> Callable[[Sequence[int]], bool]:
     texts = config.sampling.stop
-    stop_ids = set(tokenizer.stop_ids).union(*(one.stop_ids for one in chats.values()))
+    stop_ids = set(tokenizer.stop_ids).union(*(chat.stop_ids for chat in chats.values()))
 
     def stopped(ids: Sequence[int]) -> bool:
         if not ids:
@@ -124,10 +126,10 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
     """Set rewards: ``module:function``, a built-in one or a `task.reward` value; ``NAME=...`` for
     one task. Raises UsageError."""
     by_name = {"": ""}
-    for one in rewards:
-        named = NAMED.fullmatch(one)
-        by_name["" if named is None else named[1]] = one if named is None else named[2]
-    names = {one.name for one in config.tasks} | {""}
+    for spec in rewards:
+        named = NAMED.fullmatch(spec)
+        by_name["" if named is None else named[1]] = spec if named is None else named[2]
+    names = {task.name for task in config.tasks} | {""}
     if unknown := sorted(by_name.keys() - names):
         hint = f"one of {', '.join(sorted(names - {''})) or 'none has a name'}"
         raise UsageError(f"no task {unknown[0]!r}", hint=hint)
@@ -151,8 +153,8 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
 def _uses(words: str) -> tuple[RewardUse, ...]:
     """Parse an inline table or list. Raises UsageError."""
     try:
-        found = tomllib.loads(f"rewards = {words}")["rewards"]
-        listed = found if isinstance(found, list) else [found]
+        rewards = tomllib.loads(f"rewards = {words}")["rewards"]
+        listed = rewards if isinstance(rewards, list) else [rewards]
         return msgspec.convert(listed, tuple[RewardUse, ...])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"--reward {words}: {error}", hint=INLINE_HINT) from None

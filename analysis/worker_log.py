@@ -111,7 +111,7 @@ class TemporaryWorker:
     check: Callable[[Mapping[str, TaskFacts]], None] = lambda facts: None
     """Receives task facts before sampling."""
 
-    def sample(self, wanted: Sequence[SampleRequest]) -> Sampled:
+    def sample(self, requests: Sequence[SampleRequest]) -> Sampled:
         """Sample until each request has a record or has failed.
 
         Raises what `run_worker` and `check` raise, InvariantBroken for a worker that leaves early.
@@ -123,24 +123,24 @@ class TemporaryWorker:
             bus.create([TopicSpec(name=name) for name in self._topics.all()])
             with closing(bus.writer()) as writer:
                 writer.append([Append(topic=self._topics.control, value=encode(self.started))])
-            found: Sampled = {}
-            while missing := [one for one in wanted if one.name not in found]:
-                before = len(found)
-                self._work(bus, missing, len(wanted))
-                found = self._read(bus)
-                if len(found) == before:
+            sampled: Sampled = {}
+            while missing := [request for request in requests if request.name not in sampled]:
+                before = len(sampled)
+                self._work(bus, missing, len(requests))
+                sampled = self._read(bus)
+                if len(sampled) == before:
                     raise InvariantBroken("a worker left its log without a sample")
-        return found
+        return sampled
 
     @property
     def _topics(self) -> Topics:
         return Topics(self.started.run)
 
     def _work(self, bus: Bus, missing: Sequence[SampleRequest], total: int) -> None:
-        at = TopicPartition(self._topics.trajectories, 0)
+        partition = TopicPartition(self._topics.trajectories, 0)
 
         def never_stop() -> bool:
-            self.report("sampling", bus.end(at), total)
+            self.report("sampling", bus.end(partition), total)
             return False
 
         try:
@@ -162,11 +162,13 @@ class TemporaryWorker:
     def _read(self, bus: Bus) -> Sampled:
         control = records_of(bus, ends_of(bus, self._topics.control))
         facts = [decode_control(record.value) for record in control]
-        found: Sampled = {one.trajectory: one for one in facts if isinstance(one, RequestFailed)}
+        sampled: Sampled = {
+            fact.trajectory: fact for fact in facts if isinstance(fact, RequestFailed)
+        }
         for record in records_of(bus, ends_of(bus, self._topics.trajectories)):
             trajectory = decode_trajectory(record.value)
-            found[trajectory.trajectory] = trajectory
-        return found
+            sampled[trajectory.trajectory] = trajectory
+        return sampled
 
     def _place(
         self,
@@ -178,18 +180,18 @@ class TemporaryWorker:
         self.check(facts)
         worker, incarnation, reason = setup.worker, setup.incarnation, self.reason
         groups: dict[str, list[SampleRequest]] = {}
-        for one in missing[: setup.requests_max]:
-            groups.setdefault(one.spec.group, []).append(one)
+        for request in missing[: setup.requests_max]:
+            groups.setdefault(request.spec.group, []).append(request)
         with closing(bus.writer()) as writer:
             places = [
                 Schedule(
                     reason=reason,
-                    spec=some[0].spec,
+                    spec=members[0].spec,
                     worker=worker,
                     incarnation=incarnation,
-                    samples=tuple(self._placed(writer, one) for one in some),
+                    samples=tuple(self._placed(writer, request) for request in members),
                 )
-                for some in groups.values()
+                for members in groups.values()
             ]
             assign = Assign(
                 reason=reason,
@@ -211,10 +213,10 @@ class TemporaryWorker:
             )
             writer.append([Append(topic=self._topics.decisions, value=encode(round_))])
 
-    def _placed(self, writer: Writer, one: SampleRequest) -> ScheduledSample:
-        prefix, resume = one.prefix, None
+    def _placed(self, writer: Writer, request: SampleRequest) -> ScheduledSample:
+        prefix, resume = request.prefix, None
         if prefix is not None:
-            value, key = encode_any_progress(prefix), one.name.encode()
+            value, key = encode_any_progress(prefix), request.name.encode()
             (offset,) = writer.append([Append(topic=self._topics.progress, key=key, value=value)])
             resume = Resume(tokens=sum(prefix.loss_mask), partition=0, offset=offset)
-        return ScheduledSample(sample=one.sample, attempt=1, resume=resume)
+        return ScheduledSample(sample=request.sample, attempt=1, resume=resume)

@@ -74,9 +74,9 @@ class Adapter:
     @property
     def alpha(self) -> float:
         """Return the shortest decimal that divided by the rank is the scale: 16, not 16.0000005."""
-        whole = self.scale * self.rank
-        found = (round(whole, digits) for digits in range(_ALPHA_DIGITS))
-        return next((a for a in found if np.float32(a / self.rank) == self.scale), whole)
+        alpha = self.scale * self.rank
+        rounded = (round(alpha, digits) for digits in range(_ALPHA_DIGITS))
+        return next((a for a in rounded if np.float32(a / self.rank) == self.scale), alpha)
 
 
 def a_name(layer: str) -> str:
@@ -108,7 +108,7 @@ def base_of(path: Path) -> str | None:
 
     Raises PolicyError if it is not a safetensors file.
     """
-    entry = next((one for one in read_entries(path) if one.name == BASE), None)
+    entry = next((entry for entry in read_entries(path) if entry.name == BASE), None)
     if entry is None:
         return None
     with mapped(path) as data:
@@ -117,15 +117,15 @@ def base_of(path: Path) -> str | None:
 
 def stands_on(manifest: Manifest, base: str) -> bool:
     """Return whether the adapter's base has this digest."""
-    wanted = hashlib.sha256(bytes.fromhex(base)).hexdigest()
-    return any(one.name == BASE and one.sha256 == wanted for one in manifest.tensors)
+    expected = hashlib.sha256(bytes.fromhex(base)).hexdigest()
+    return any(tensor.name == BASE and tensor.sha256 == expected for tensor in manifest.tensors)
 
 
 def read_adapter(path: Path, *, digest: str) -> Adapter:
     """Read and verify an adapter. Raises PolicyError."""
-    found = read_manifest(path).digest
-    if found != digest:
-        raise PolicyError(f"{path} has the weights digest {found[:16]}, not {digest[:16]}")
+    digest_read = read_manifest(path).digest
+    if digest_read != digest:
+        raise PolicyError(f"{path} has the weights digest {digest_read[:16]}, not {digest[:16]}")
     entries = {entry.name: entry for entry in read_entries(path)}
     with mapped(path) as data:
         base, scale = _marked(path, entries, data)
@@ -147,7 +147,7 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
     ranks = {size for a, b in pairs.values() for size in (a.shape[0], b.shape[1])}
     if len(ranks) != 1:
         raise PolicyError(f"{path} is not an adapter: its ranks are {sorted(ranks)}")
-    kinds = {one.dtype for name, one in entries.items() if name not in (BASE, SCALE)}
+    kinds = {entry.dtype for name, entry in entries.items() if name not in (BASE, SCALE)}
     if len(kinds) != 1:
         raise PolicyError(f"{path} is not an adapter: it has types {' and '.join(sorted(kinds))}")
     dtype: PolicyDtype = "bfloat16" if kinds == {"BF16"} else "float32"
@@ -158,8 +158,8 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
     """Read an adapter, also checking base and rank. Raises PolicyError."""
     adapter = read_adapter(path, digest=digest)
     if adapter.base != base:
-        wanted = base[:16] or "any"
-        raise PolicyError(f"{path} has the base weights {adapter.base[:16]}, expected {wanted}")
+        prefix = base[:16] or "any"
+        raise PolicyError(f"{path} has the base weights {adapter.base[:16]}, expected {prefix}")
     if adapter.rank != rank:
         raise PolicyError(f"{path} has rank {adapter.rank}, not {rank}")
     return adapter
@@ -175,16 +175,16 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
         data = stack.enter_context(mapped(base))
         entries = read_entries(base)
         layers = {f"{layer}.weight": pair for layer, pair in adapter.pairs.items()}
-        if odd := sorted(layers.keys() - {one.name for one in entries}):
+        if odd := sorted(layers.keys() - {entry.name for entry in entries}):
             raise PolicyError(f"the adapter does not fit {base}: it has no tensor {odd[0]!r}")
         sources = [
             TensorSource(
-                name=one.name,
-                dtype=one.dtype,
-                shape=one.shape,
-                data=_merged(base, one, data, layers.get(one.name), adapter.scale),
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                data=_merged(base, entry, data, layers.get(entry.name), adapter.scale),
             )
-            for one in entries
+            for entry in entries
         ]
         return write_tensors(path, sources)
 
@@ -260,8 +260,8 @@ def _merged(
         raise PolicyError(f"the adapter does not fit {path}: {entry.name!r} is {entry.shape}")
 
     def added() -> bytes:
-        whole = _numbers(entry, plain()).astype(np.float64)
-        whole += scale * (b.astype(np.float64) @ a.astype(np.float64))
-        return _bytes_of(entry.dtype, whole)
+        merged = _numbers(entry, plain()).astype(np.float64)
+        merged += scale * (b.astype(np.float64) @ a.astype(np.float64))
+        return _bytes_of(entry.dtype, merged)
 
     return added

@@ -91,16 +91,18 @@ class ArrowFiles:
 
     def _listed(self, folder: str) -> list[Listed]:
         selector = fs.FileSelector(self._path(folder), allow_not_found=True, recursive=True)
-        found = self._system.get_file_info(selector)
+        infos = self._system.get_file_info(selector)
         # Some file systems list paths without a leading slash.
         base = self._base.lstrip("/")
         cut = len(base) + 1 if base else 0
         listed = [
-            Listed(name=one.path.lstrip("/")[cut:], bytes=one.size, modified_ns=one.mtime_ns or 0)
-            for one in found
-            if one.type == fs.FileType.File
+            Listed(
+                name=info.path.lstrip("/")[cut:], bytes=info.size, modified_ns=info.mtime_ns or 0
+            )
+            for info in infos
+            if info.type == fs.FileType.File
         ]
-        return sorted(listed, key=lambda one: one.name)
+        return sorted(listed, key=lambda file: file.name)
 
     def _put(self, source: Path, name: str) -> None:
         final = self._path(name)
@@ -126,10 +128,10 @@ class ArrowFiles:
                 stream.write(piece)
         if self._system.type_name == "local":
             sync(Path(path))
-        there, wanted = self._system.get_file_info(path).size, source.stat().st_size
-        if there != wanted:
+        there, size = self._system.get_file_info(path).size, source.stat().st_size
+        if there != size:
             self._remove(path)
-            raise OSError(f"{there} of {wanted} bytes arrived")
+            raise OSError(f"{there} of {size} bytes arrived")
 
     def _get(self, name: str, target: Path) -> bool:
         try:

@@ -30,8 +30,8 @@ def further_layers(config: Mapping[str, Any]) -> range:
 
 def carried_names(names: Iterable[str], layers: range) -> frozenset[str]:
     """Return the names of tensors in these layers."""
-    found = ((name, _LAYER.match(name)) for name in names)
-    return frozenset(name for name, layer in found if layer and int(layer[1]) in layers)
+    matches = ((name, _LAYER.match(name)) for name in names)
+    return frozenset(name for name, layer in matches if layer and int(layer[1]) in layers)
 
 
 class CarriedTensors:
@@ -56,17 +56,20 @@ class CarriedTensors:
         """Return sources that read lazily."""
         return [
             TensorSource(
-                name=one.name, dtype=one.dtype, shape=one.shape, data=partial(self._read, one)
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                data=partial(self._read, entry),
             )
-            for one in self._entries
+            for entry in self._entries
         ]
 
     def _read(self, entry: Entry) -> memoryview:
-        found = memoryview(bytearray(entry.end - entry.start))
-        left, at = found, entry.start
-        while left:  # A call returns at most 2 GiB.
-            count = os.preadv(self._file, [left], at)
+        buffer = memoryview(bytearray(entry.end - entry.start))
+        rest, offset = buffer, entry.start
+        while rest:  # A call returns at most 2 GiB.
+            count = os.preadv(self._file, [rest], offset)
             if not count:
                 raise PolicyError(f"{self._weights} was truncated: {entry.name!r} is not in it")
-            left, at = left[count:], at + count
-        return found
+            rest, offset = rest[count:], offset + count
+        return buffer

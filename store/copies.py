@@ -41,7 +41,7 @@ def shrink(
     root: Path, bytes_max: int, clock: Clock, folders: Collection[str] = CACHED
 ) -> list[Path]:
     """Remove copies until the rest fits; return them. Safe across processes."""
-    found: list[tuple[int, int, Path]] = []
+    copies: list[tuple[int, int, Path]] = []
     for folder in folders:
         for path in (root / folder).glob("*"):
             try:
@@ -49,11 +49,11 @@ def shrink(
             except FileNotFoundError:
                 continue
             if path.suffix != SUFFIX:
-                found.append((stat.st_atime_ns, stat.st_size, path))
-    total = sum(size for _, size, _ in found)
+                copies.append((stat.st_atime_ns, stat.st_size, path))
+    total = sum(size for _, size, _ in copies)
     youngest_ns = clock.wall_ns() - int(KEEP_S * 1e9)
     removed: list[Path] = []
-    for used_ns, size, path in sorted(found):
+    for used_ns, size, path in sorted(copies):
         if total <= bytes_max or used_ns > youngest_ns:
             break
         unlink_noted(path)
@@ -95,4 +95,4 @@ class Fallbacks:
     def take(self) -> tuple[Fallback, ...]:
         """Return and clear the entries, with the bytes fetched since each."""
         noted, self._noted = self._noted, deque(maxlen=FALLBACKS_MAX)
-        return tuple(replace(one, bytes=one.bytes + self._fetched) for one in noted)
+        return tuple(replace(fallback, bytes=fallback.bytes + self._fetched) for fallback in noted)

@@ -135,9 +135,9 @@ def write_delta(
         out = _Hashed(file)
         out.write(MAGIC)
         jobs = [
-            partial(_packed, entry, at, _same(entry, old), (old_data, new_data))
+            partial(_packed, entry, start, _same(entry, old), (old_data, new_data))
             for entry in new
-            for at in _starts(math.prod(entry.shape))
+            for start in _starts(math.prod(entry.shape))
         ]
         packed = beside(_done, jobs, sum(entry.end - entry.start for entry in new))
         tensors, changed = _written(out, new, old, packed)
@@ -181,10 +181,10 @@ def _written(
     for entry in new:
         blocks: list[Block] = []
         for _ in _starts(math.prod(entry.shape)):
-            one = next(packed)
-            blocks.append(one.block)
-            changed += one.changed
-            for frame in one.frames:
+            tensor = next(packed)
+            blocks.append(tensor.block)
+            changed += tensor.changed
+            for frame in tensor.frames:
                 out.write(frame)
         if any(block.count for block in blocks) or _same(entry, old) is None:
             tensors.append(Changed(entry.name, entry.dtype, entry.shape, tuple(blocks)))
@@ -196,19 +196,19 @@ def _done(job: Callable[[], _Packed]) -> _Packed:
 
 
 def _same(entry: Entry, old: Mapping[str, Entry]) -> Entry | None:
-    found = old.get(entry.name)
-    return found if found and (found.dtype, found.shape) == (entry.dtype, entry.shape) else None
+    base = old.get(entry.name)
+    return base if base and (base.dtype, base.shape) == (entry.dtype, entry.shape) else None
 
 
 def _packed(
-    entry: Entry, at: int, old: Entry | None, data: tuple[memoryview, memoryview]
+    entry: Entry, start: int, old: Entry | None, data: tuple[memoryview, memoryview]
 ) -> _Packed:
     item = DTYPE_BYTES[entry.dtype]
-    size = min(BLOCK_ELEMENTS, math.prod(entry.shape) - at)
-    now = _bits(data[1], entry.start + at * item, size, item)
+    size = min(BLOCK_ELEMENTS, math.prod(entry.shape) - start)
+    now = _bits(data[1], entry.start + start * item, size, item)
     if old is None:
         return _whole(now, size)
-    differs = now != _bits(data[0], old.start + at * item, size, item)
+    differs = now != _bits(data[0], old.start + start * item, size, item)
     changed = int(np.count_nonzero(differs))
     if changed == 0:
         return _Packed(0, Block(0, 0, 0, 0))
@@ -275,30 +275,30 @@ class Delta:
 
     def apply(self, name: str, bits: Bits) -> None:
         """Overwrite a flat tensor's changed elements. Raises PolicyError."""
-        tensor, at = self.tensors[name], self._starts[name]
+        tensor, offset = self.tensors[name], self._starts[name]
         for start, block in zip(_starts(tensor.size), tensor.blocks, strict=True):
             into = bits[start : start + BLOCK_ELEMENTS]
             if block.count:
-                values = self._values(at + block.gaps_frame, block, bits.itemsize)
+                values = self._values(offset + block.gaps_frame, block, bits.itemsize)
                 if block.gaps:
-                    into[self._positions(at, block, into.size)] = values
+                    into[self._positions(offset, block, into.size)] = values
                 else:
                     into[:] = values
-            at += block.gaps_frame + block.values_frame
+            offset += block.gaps_frame + block.values_frame
 
-    def _values(self, at: int, block: Block, item: int) -> Bits:
-        raw = self._unpacked(at, block.values_frame, block.count * item)
+    def _values(self, offset: int, block: Block, item: int) -> Bits:
+        raw = self._unpacked(offset, block.values_frame, block.count * item)
         return np.ascontiguousarray(raw.reshape(item, -1).T).view(f"<u{item}").reshape(-1)
 
-    def _positions(self, at: int, block: Block, size: int) -> NDArray[np.int64]:
-        found = positions_of(self._unpacked(at, block.gaps_frame, block.gaps))
-        if found.size != block.count or (found.size and found[-1] >= size):
+    def _positions(self, offset: int, block: Block, size: int) -> NDArray[np.int64]:
+        positions = positions_of(self._unpacked(offset, block.gaps_frame, block.gaps))
+        if positions.size != block.count or (positions.size and positions[-1] >= size):
             raise _refused(self.where, "its positions differ from its header")
-        return found
+        return positions
 
-    def _unpacked(self, at: int, size: int, raw: int) -> NDArray[np.uint8]:
+    def _unpacked(self, offset: int, size: int, raw: int) -> NDArray[np.uint8]:
         try:
-            data = pa.Codec("zstd").decompress(self._data[at : at + size], raw)
+            data = pa.Codec("zstd").decompress(self._data[offset : offset + size], raw)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise _refused(self.where, f"cannot unpack a frame: {error}") from None
         return np.frombuffer(data, np.uint8)
@@ -336,13 +336,13 @@ def parse_delta(data: memoryview, where: str) -> Delta:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _refused(where, f"its header is invalid: {error}") from None
     starts: dict[str, int] = {}
-    at = len(MAGIC)
+    offset = len(MAGIC)
     for tensor in head.tensors:
         if why := _wrong(tensor):
             raise _refused(where, f"tensor {tensor.name!r}: {why}")
-        starts[tensor.name] = at
-        at += sum(block.gaps_frame + block.values_frame for block in tensor.blocks)
-    if at != frames_end or len(starts) != len(head.tensors):
+        starts[tensor.name] = offset
+        offset += sum(block.gaps_frame + block.values_frame for block in tensor.blocks)
+    if offset != frames_end or len(starts) != len(head.tensors):
         raise _refused(where, "its frames do not match its size")
     return Delta(
         where=where,
@@ -386,9 +386,9 @@ def opened_deltas(paths: Iterable[Path]) -> Iterator[list[Delta]]:
     """Open consecutive deltas. Raises PolicyError."""
     with ExitStack() as stack:
         deltas = [stack.enter_context(opened_delta(path)) for path in paths]
-        for one, after in itertools.pairwise(deltas):
-            if one.after != after.before:
-                raise _refused(after.where, f"it does not follow {one.where}")
+        for delta, after in itertools.pairwise(deltas):
+            if delta.after != after.before:
+                raise _refused(after.where, f"it does not follow {delta.where}")
         yield deltas
 
 
@@ -433,9 +433,9 @@ def _sources(
             layers[name] = _over(layers.get(name), delta, tensor)
     return [
         TensorSource(
-            name=name, dtype=one.dtype, shape=one.shape, data=partial(_data, name, one, data)
+            name=name, dtype=layer.dtype, shape=layer.shape, data=partial(_data, name, layer, data)
         )
-        for name, one in layers.items()
+        for name, layer in layers.items()
     ]
 
 

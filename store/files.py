@@ -104,16 +104,16 @@ class LocalFiles:
         return True
 
     def listed(self, folder: str) -> list[Listed]:
-        found: list[Listed] = []
+        files: list[Listed] = []
         for path in (self.root / folder).rglob("*"):
             with suppress(FileNotFoundError):  # deleted meanwhile
                 status = path.stat()
                 if S_ISREG(status.st_mode):
                     name = path.relative_to(self.root).as_posix()
-                    found.append(
+                    files.append(
                         Listed(name=name, bytes=status.st_size, modified_ns=status.st_mtime_ns)
                     )
-        return sorted(found, key=lambda one: one.name)
+        return sorted(files, key=lambda file: file.name)
 
 
 @contextmanager
@@ -136,8 +136,8 @@ def is_no_room(error: OSError) -> bool:
     """Return whether a local or remote file system is full."""
     if error.errno is not None:
         return error.errno in NO_ROOM
-    said = str(error).lower()
-    return any(sign in said for sign in _NO_ROOM_SAYS)
+    text = str(error).lower()
+    return any(sign in text for sign in _NO_ROOM_SAYS)
 
 
 def no_room(where: str) -> NoRoom:

@@ -97,9 +97,9 @@ def import_model(
 
 def write_as(weights: Path, dtype: PolicyDtype, path: Path) -> Manifest:
     """Rewrite weights in another dtype. Raises PolicyError, OSError."""
-    entries = [_Located(path=weights, entry=one) for one in read_entries(weights)]
+    entries = [_Located(path=weights, entry=entry) for entry in read_entries(weights)]
     with mapped(weights) as page:
-        return write_tensors(path, [_source(one, page, dtype) for one in entries])
+        return write_tensors(path, [_source(entry, page, dtype) for entry in entries])
 
 
 def export_model(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
@@ -130,8 +130,10 @@ def write_policy_dir(
         write_model_dir(directory, assets, copy, dtype)
         return
     store.verify(base)
-    whole, adapter = store.weights(base), read_adapter(weights, digest=digest)
-    write_model_dir(directory, assets, lambda path: write_merged(whole, adapter, path), dtype)
+    base_weights, adapter = store.weights(base), read_adapter(weights, digest=digest)
+    write_model_dir(
+        directory, assets, lambda path: write_merged(base_weights, adapter, path), dtype
+    )
     try:
         write_peft(directory / FOLDER, adapter)
     except OSError as error:
@@ -158,7 +160,7 @@ def write_model_dir(
 
 def asset_files(model_dir: Path) -> list[Path]:
     """Return sorted config and tokenizer files. Raises PolicyError."""
-    found = sorted(
+    paths = sorted(
         path
         for path in model_dir.iterdir()
         if path.is_file()
@@ -166,10 +168,10 @@ def asset_files(model_dir: Path) -> list[Path]:
         and not path.name.endswith(".safetensors.index.json")
         and not path.name.startswith(".")
     )
-    for path in found:
+    for path in paths:
         if path.stat().st_size > ASSET_BYTES_MAX:
             raise PolicyError(f"{path} is too large for a config or tokenizer file")
-    return found
+    return paths
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -188,10 +190,10 @@ def embedding_rows(config: Mapping[str, Any]) -> int | None:
 
 def _nearest_folder(missing: Path) -> str:
     """Return a hint: a similarly named directory, else the expected files."""
-    folder = next(one for one in missing.absolute().parents if one.is_dir())
+    folder = next(parent for parent in missing.absolute().parents if parent.is_dir())
     name = missing.absolute().relative_to(folder).parts[0]
     with suppress(OSError):  # unreadable directory
-        if near := nearest(name, [one.name for one in folder.iterdir() if one.is_dir()]):
+        if near := nearest(name, [child.name for child in folder.iterdir() if child.is_dir()]):
             return f"in {folder}: {near}"
     return MODEL_HINT
 
@@ -201,13 +203,13 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
     As in vLLM, a RoPE factor multiplies it unless the configured value includes the factor.
     """
-    found = [config[key] for key in POSITIONS if isinstance(config.get(key), int)]
-    if not found:
+    lengths = [config[key] for key in POSITIONS if isinstance(config.get(key), int)]
+    if not lengths:
         return None
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = fields.get("rope_type", fields.get("type", "default"))
     factor = fields.get("factor") if kind in STRETCHED_BEYOND else None
-    return int(min(found) * (factor if isinstance(factor, int | float) else 1))
+    return int(min(lengths) * (factor if isinstance(factor, int | float) else 1))
 
 
 @contextmanager
@@ -217,10 +219,10 @@ def _sources(model_dir: Path, dtype: PolicyDtype) -> Iterator[list[TensorSource]
     with ExitStack() as stack:
         pages = {
             path: stack.enter_context(mapped(path))
-            for path in sorted({one.path for one in tensors.values()})
+            for path in sorted({tensor.path for tensor in tensors.values()})
         }
         _drop_tied(config, tensors, pages)
-        yield [_source(one, pages[one.path], dtype) for one in tensors.values()]
+        yield [_source(tensor, pages[tensor.path], dtype) for tensor in tensors.values()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -240,15 +242,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(model_dir: Path) -> dict[str, _Located]:
-    found: dict[str, _Located] = {}
+    tensors: dict[str, _Located] = {}
     for path in _weight_files(model_dir):
         for entry in read_entries(path):
             if entry.name.endswith(_DERIVED):
                 continue
-            if entry.name in found:
+            if entry.name in tensors:
                 raise PolicyError(f"tensor {entry.name!r} is in {path} and in another shard")
-            found[entry.name] = _Located(path=path, entry=entry)
-    return found
+            tensors[entry.name] = _Located(path=path, entry=entry)
+    return tensors
 
 
 def _weight_files(model_dir: Path) -> Iterator[Path]:
@@ -292,24 +294,24 @@ def _bytes(located: _Located, page: memoryview) -> memoryview:
 
 def _source(located: _Located, page: memoryview, dtype: PolicyDtype) -> TensorSource:
     entry = located.entry
-    wanted = _STORED[dtype] if entry.dtype in _CONVERTED else entry.dtype
+    stored = _STORED[dtype] if entry.dtype in _CONVERTED else entry.dtype
 
     def data() -> bytes | memoryview:
         with _bytes(located, page) as part:
-            return _converted(entry.dtype, wanted, part)
+            return _converted(entry.dtype, stored, part)
 
     if entry.dtype.startswith("F8"):
         raise PolicyError(f"tensor {entry.name!r} has type {entry.dtype}; use a wider copy")
-    return TensorSource(name=entry.name, dtype=wanted, shape=entry.shape, data=data)
+    return TensorSource(name=entry.name, dtype=stored, shape=entry.shape, data=data)
 
 
-def _converted(dtype: str, wanted: str, data: memoryview) -> bytes:
+def _converted(dtype: str, stored: str, data: memoryview) -> bytes:
     """Convert numbers by way of float32."""
-    if dtype == wanted:
+    if dtype == stored:
         return bytes(data)
     given = np.frombuffer(data, dtype=_CONVERTED[dtype])
     numbers = widened(given) if dtype == "BF16" else given.astype(np.float32)
-    return (numbers if wanted == "F32" else narrowed(numbers)).tobytes()
+    return (numbers if stored == "F32" else narrowed(numbers)).tobytes()
 
 
 def _of_type(config: Mapping[str, Any], dtype: PolicyDtype) -> dict[str, Any]:

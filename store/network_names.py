@@ -17,15 +17,15 @@ _HINT: Final = "dense models, and mixtures whose files have each expert's matric
 
 def untied(network: Any) -> dict[str, Any]:
     """Return the state by network names, sorted, without aliases of tied tensors."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     kept: dict[str, Any] = {}
     names = {name for name, _ in network.named_parameters()}
     state: dict[str, Any] = network.state_dict(keep_vars=True)
     # Parameters first: the optimizer uses their names.
     for name in sorted(state, key=lambda name: name not in names):
         tensor = state[name]
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in ids:
+            ids.add(id(tensor))
             kept[name] = tensor
     return dict(sorted(kept.items()))
 
@@ -38,17 +38,17 @@ def stored(network: Any) -> dict[str, Any]:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = untied(network)
+    own = untied(network)
     revert: Any = revert_weight_conversion
     with torch.no_grad(), _uncopied():
-        found: dict[str, Any] = revert(network, whole)
-    held = {_storage(one) for one in whole.values()}
-    odd = sorted(name for name, one in found.items() if _storage(one) not in held)
-    sizes = [sum(one.numel() for one in tensors.values()) for tensors in (whole, found)]
+        reverted: dict[str, Any] = revert(network, own)
+    held = {_storage(tensor) for tensor in own.values()}
+    odd = sorted(name for name, tensor in reverted.items() if _storage(tensor) not in held)
+    sizes = [sum(tensor.numel() for tensor in tensors.values()) for tensors in (own, reverted)]
     if odd or sizes[0] != sizes[1]:
         what = odd[0] if odd else network.config.model_type
         raise PolicyError(f"the network holds {what} in another form than its files", hint=_HINT)
-    return dict(sorted(found.items()))
+    return dict(sorted(reverted.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +60,36 @@ class Piece:
     strides: tuple[int, ...]
     start: int = 0
 
-    def of(self, whole: Any) -> Any:
+    def of(self, tensor: Any) -> Any:
         """Return the same view of another tensor of that layout."""
-        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.start)
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.start)
 
 
 def pieces(network: Any) -> dict[str, Piece]:
     """Return a `Piece` per checkpoint tensor, before sharding."""
-    owners = {_storage(one): (name, one) for name, one in untied(network).items()}
-    found = {}
+    owners = {_storage(tensor): (name, tensor) for name, tensor in untied(network).items()}
+    views = {}
     for name, view in stored(network).items():
-        own, whole = owners[_storage(view)]
-        start = view.storage_offset() - whole.storage_offset()
-        found[name] = Piece(own, tuple(view.shape), tuple(view.stride()), start)
-    return found
+        own, tensor = owners[_storage(view)]
+        start = view.storage_offset() - tensor.storage_offset()
+        views[name] = Piece(own, tuple(view.shape), tuple(view.stride()), start)
+    return views
 
 
 def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:
     """Return the network names of these checkpoint parameters."""
     if not names:
         return frozenset()
-    held = {_storage(one) for name, one in stored(network).items() if name in names}
-    return frozenset(name for name, one in network.named_parameters() if _storage(one) in held)
+    held = {_storage(tensor) for name, tensor in stored(network).items() if name in names}
+    return frozenset(
+        name for name, parameter in network.named_parameters() if _storage(parameter) in held
+    )
 
 
 def _storage(tensor: Any) -> int:
     """Return an id of the memory, also for meta tensors."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _uncopied() -> Any:
@@ -103,5 +105,5 @@ def _uncopied() -> Any:
                 return args[0]
             return func(*args, **(kwargs or {}))
 
-    made: Any = Uncopied
-    return made()
+    uncopied: Any = Uncopied
+    return uncopied()

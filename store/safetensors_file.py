@@ -191,19 +191,27 @@ def _header_length(path: Path | str, first: bytes, size: int) -> int:
 def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
     """Return contiguous entries that match their shapes, in file order."""
     entries: list[Entry] = []
-    at = 0
-    for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
-        start, end = one.data_offsets
-        if start != at or is_odd(one.shape):
+    position = 0
+    for name, tensor in sorted(declared.items(), key=lambda item: item[1].data_offsets):
+        start, end = tensor.data_offsets
+        if start != position or is_odd(tensor.shape):
             raise _garbage(path, f"tensor {name!r} does not start at the end of the previous one")
-        if one.dtype not in DTYPE_BYTES:
-            raise _garbage(path, f"tensor {name!r} has the unknown type {one.dtype!r}")
-        if end - start != math.prod(one.shape) * DTYPE_BYTES[one.dtype]:
-            raise _garbage(path, f"tensor {name!r} has {end - start} bytes for shape {one.shape}")
+        if tensor.dtype not in DTYPE_BYTES:
+            raise _garbage(path, f"tensor {name!r} has the unknown type {tensor.dtype!r}")
+        if end - start != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+            raise _garbage(
+                path, f"tensor {name!r} has {end - start} bytes for shape {tensor.shape}"
+            )
         entries.append(
-            Entry(name=name, dtype=one.dtype, shape=one.shape, start=base + start, end=base + end)
+            Entry(
+                name=name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                start=base + start,
+                end=base + end,
+            )
         )
-        at = end
+        position = end
     return entries
 
 
@@ -215,12 +223,12 @@ def is_odd(shape: tuple[int, ...]) -> bool:
 def _sha256(data: memoryview, start: int, end: int) -> str:
     """Hash a range without keeping its pages in memory."""
     digest = hashlib.sha256()
-    for at in range(start, end, PIECE_BYTES):
-        until = min(at + PIECE_BYTES, end)
-        with data[at:until] as part:
+    for position in range(start, end, PIECE_BYTES):
+        until = min(position + PIECE_BYTES, end)
+        with data[position:until] as part:
             digest.update(part)
         if isinstance(data.obj, mmap.mmap):
-            first = at - at % mmap.PAGESIZE
+            first = position - position % mmap.PAGESIZE
             data.obj.madvise(mmap.MADV_DONTNEED, first, until - first)
     return digest.hexdigest()
 
@@ -233,11 +241,11 @@ def count_non_finite(dtype: str, data: memoryview) -> int:
     """Count NaNs and infinities."""
     if dtype not in _FLOATS and dtype != "BF16":
         return 0
-    found = 0
+    count = 0
     for start in range(0, len(data), PIECE_BYTES):
         with data[start : start + PIECE_BYTES] as piece:
-            found += _count(dtype, piece)
-    return found
+            count += _count(dtype, piece)
+    return count
 
 
 def _count(dtype: str, data: memoryview) -> int:
@@ -250,10 +258,10 @@ def _count(dtype: str, data: memoryview) -> int:
 
 def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
     """Raises NonFinite with tensor and count."""
-    found = count_non_finite(dtype, data)
-    if found:
+    count = count_non_finite(dtype, data)
+    if count:
         size = len(data) // {"F64": 8, "F32": 4}.get(dtype, 2)
-        raise NonFinite(f"tensor {name!r}: {found:,} of {size:,} numbers are NaN or infinite")
+        raise NonFinite(f"tensor {name!r}: {count:,} of {size:,} numbers are NaN or infinite")
 
 
 def refuse_non_finite_file(path: Path) -> None:
@@ -262,10 +270,10 @@ def refuse_non_finite_file(path: Path) -> None:
     with mapped(path) as data:
         for entry in entries:
             with data[entry.start : entry.end] as part:
-                found = count_non_finite(entry.dtype, part)
-            if found:
+                count = count_non_finite(entry.dtype, part)
+            if count:
                 raise PolicyError(
-                    f"{path}: tensor {entry.name!r}: {found:,} numbers are NaN or infinite",
+                    f"{path}: tensor {entry.name!r}: {count:,} numbers are NaN or infinite",
                     hint=WEIGHTS_HINT,
                 )
 
@@ -305,8 +313,8 @@ def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
     return manifest_of(described, size)
 
 
-def _described(one: tuple[TensorSource, memoryview]) -> Tensor:
-    source, data = one
+def _described(source_data: tuple[TensorSource, memoryview]) -> Tensor:
+    source, data = source_data
     with data:
         refuse_non_finite(source.name, source.dtype, data)
         sha256 = hashlib.sha256(data).hexdigest()
@@ -321,8 +329,8 @@ def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Itera
         return
     pending: deque[Future[_R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="hashing") as pool:
-        for one in each:
-            pending.append(pool.submit(do, one))
+        for described in each:
+            pending.append(pool.submit(do, described))
             if len(pending) == threads:
                 yield pending.popleft().result()
         while pending:
@@ -339,8 +347,8 @@ def file_sources(path: Path) -> Iterator[list[TensorSource]]:
             return lambda: bytes(data[entry.start : entry.end])
 
         yield [
-            TensorSource(name=one.name, dtype=one.dtype, shape=one.shape, data=of(one))
-            for one in entries
+            TensorSource(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=of(entry))
+            for entry in entries
         ]
 
 
@@ -368,9 +376,9 @@ def narrowed(numbers: NDArray[np.floating[Any]]) -> NDArray[np.uint16]:
     bits = single.view(np.uint32)
     if numbers.dtype.itemsize > single.dtype.itemsize:
         bits = _to_odd(numbers, single)
-    found = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
-    found[np.isnan(single)] = _NAN  # overflow may have changed NaNs
-    return found
+    narrow = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
+    narrow[np.isnan(single)] = _NAN  # overflow may have changed NaNs
+    return narrow
 
 
 def _to_odd(numbers: NDArray[np.floating[Any]], single: NDArray[np.float32]) -> NDArray[np.uint32]:
@@ -384,13 +392,13 @@ def _to_odd(numbers: NDArray[np.floating[Any]], single: NDArray[np.float32]) -> 
 
 def _header(sources: Iterable[TensorSource]) -> bytes:
     fields: dict[str, Mapping[str, object]] = {"__metadata__": METADATA}
-    at = 0
+    position = 0
     for source in sources:
         fields[source.name] = {
             "dtype": source.dtype,
             "shape": list(source.shape),
-            "data_offsets": [at, at + source.bytes],
+            "data_offsets": [position, position + source.bytes],
         }
-        at += source.bytes
+        position += source.bytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)

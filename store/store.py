@@ -160,8 +160,8 @@ class PolicyStore:
             return self._from_elsewhere(digest)
         if not self.has_delta(digest):
             return self._sound(digest)
-        if (whole := self.weights_path(digest)).is_file():
-            damaged = PolicyError(f"{whole} does not match its name")
+        if (path := self.weights_path(digest)).is_file():
+            damaged = PolicyError(f"{path} does not match its name")
             self.fallbacks.note(digest, damaged, delta_name(digest))
         return self._made(digest)
 
@@ -223,13 +223,13 @@ class PolicyStore:
 
     def _here(self, digest: str) -> Path | None:
         """Return a verified local file; delete a damaged copy."""
-        whole, made = self.weights_path(digest), self._made_path(digest)
-        if made.is_file():
-            if is_noted_as(made, digest, self._clock):
-                touch(made, self._clock)
-                return made
-            self._forget(made)
-        return whole if whole.is_file() and is_noted_as(whole, digest, self._clock) else None
+        path, copy = self.weights_path(digest), self._made_path(digest)
+        if copy.is_file():
+            if is_noted_as(copy, digest, self._clock):
+                touch(copy, self._clock)
+                return copy
+            self._forget(copy)
+        return path if path.is_file() and is_noted_as(path, digest, self._clock) else None
 
     def _is_copy(self, path: Path) -> bool:
         return self._remote or path.parent.name == MADE
@@ -269,8 +269,8 @@ class PolicyStore:
         there = self.delta(digest)
         with opened_delta(there) as delta:
             alone = self._remote and self._here(delta.before) is None
-            if alone and (whole := self._whole_or_none(digest)) is not None:
-                return whole
+            if alone and (held := self._whole_or_none(digest)) is not None:
+                return held
         final = self._made_path(digest)
         with one_at_a_time(there, self._clock):
             if (here := self._here(digest)) is not None:
@@ -286,8 +286,8 @@ class PolicyStore:
         """Run `make`; retry once without a changed source."""
         bases: list[Path] = []
 
-        def here(at: str) -> Path | None:
-            base = self._here(at)
+        def here(name: str) -> Path | None:
+            base = self._here(name)
             bases[:] = [base] if base is not None else []
             return base
 
@@ -313,15 +313,15 @@ class PolicyStore:
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
         paths: list[Path] = []
-        at = digest
+        version = digest
         for _ in range(CHAIN_MAX):
-            path = self.delta(at)
+            path = self.delta(version)
             with opened_delta(path) as delta:
-                if delta.after != at:
+                if delta.after != version:
                     raise PolicyError(f"{path} produces another version", hint=AGAIN)
-                at = delta.before
+                version = delta.before
             paths.insert(0, path)
-            base = here(at) or self._whole_or_none(at)
+            base = here(version) or self._whole_or_none(version)
             if base is not None:
                 return base, paths
         raise PolicyError(f"{delta_name(digest)}: more than {CHAIN_MAX} deltas", hint=AGAIN)
@@ -335,7 +335,7 @@ class PolicyStore:
         """Return the verified local path of a blob."""
         name = blob_name(kind, sha256)
         if self._remote:
-            self._fetch(name, lambda at: file_sha256(at) == sha256)
+            self._fetch(name, lambda path: file_sha256(path) == sha256)
         return self.root / name
 
     def verify_blob(self, kind: BlobKind, sha256: str) -> Path:
@@ -363,8 +363,8 @@ class PolicyStore:
         listed = self._files.listed(f"assets/{digest}")
         with self._temporary(final.parent) as path:
             path.mkdir()
-            for one in listed:
-                self._files.get(one.name, path / Path(one.name).name)
+            for file in listed:
+                self._files.get(file.name, path / Path(file.name).name)
             if not listed or assets_digest(sorted(path.iterdir())) != digest:
                 raise PolicyError(f"no config and tokenizer files {digest[:12]}... in {self.where}")
             place(path, final)
@@ -386,14 +386,14 @@ class PolicyStore:
         """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
-            found = self._publish_delta(path, manifest.digest, before)
-            if whole or found is None:
+            published = self._publish_delta(path, manifest.digest, before)
+            if whole or published is None:
                 self._publish(path, weights_name(manifest.digest))
             else:
                 final = self._made_path(manifest.digest)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 self._keep_copy(path, final)
-        delta, change = found or (None, None)
+        delta, change = published or (None, None)
         return PublishedVersion(
             manifest=manifest, whole=whole or delta is None, delta=delta, change=change
         )
@@ -485,8 +485,8 @@ class PolicyStore:
     def everything(self) -> list[Listed]:
         """Return all files but notes, sorted, including unfinished ones. Raises ResourceError."""
         folders = ("assets", "change", "contributions", MADE, "optimizer", "deltas", "weights")
-        found = (one for folder in folders for one in self._files.listed(folder))
-        return [one for one in found if not one.name.endswith(SUFFIX)]
+        listed = (file for folder in folders for file in self._files.listed(folder))
+        return [file for file in listed if not file.name.endswith(SUFFIX)]
 
     def blobs(self) -> list[Listed]:
         """Return the log's large values. Raises ResourceError."""
@@ -495,7 +495,7 @@ class PolicyStore:
     def orphans(self, named: Collection[str]) -> list[Listed]:
         """Return sorted files whose digest is not in `named`, including unfinished ones."""
         kept = frozenset(named)
-        return [one for one in self.everything() if digest_in(one.name) not in kept]
+        return [file for file in self.everything() if digest_in(file.name) not in kept]
 
     def remove(self, orphan: Listed) -> bool:
         removed = self._drop(orphan.name)
@@ -505,9 +505,9 @@ class PolicyStore:
         return removed
 
     def _drop(self, name: str) -> bool:
-        found = self._files.delete(name)
+        deleted = self._files.delete(name)
         unlink_noted(self.root / name)
-        return found
+        return deleted
 
     def _publish(self, path: Path, name: str) -> None:
         """Publish durably; a remote store keeps a local copy."""

@@ -50,9 +50,9 @@ AGAIN: Final = (
 
 def need_digest(path: Path, digest: str) -> None:
     """Raises PolicyError for another weights digest."""
-    found = digest_of(path, digest)
-    if found != digest:
-        raise PolicyError(f"{path} holds other weights ({found[:12]}...)", hint=AGAIN)
+    digest_read = digest_of(path, digest)
+    if digest_read != digest:
+        raise PolicyError(f"{path} holds other weights ({digest_read[:12]}...)", hint=AGAIN)
 
 
 def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
@@ -74,10 +74,10 @@ def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
         if _is_noted(path, digest):
             return digest
         before = _note_of(path, digest)
-        found = read_manifest(path).digest
-        if found == digest and before is not None and before == _note_of(path, digest):
+        digest_read = read_manifest(path).digest
+        if digest_read == digest and before is not None and before == _note_of(path, digest):
             _write(path, before)
-    return found
+    return digest_read
 
 
 def settle(path: Path) -> None:

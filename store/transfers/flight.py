@@ -136,8 +136,8 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         except ValueError:
             return False
         theirs, proved = words[:NONCE_BYTES], words[NONCE_BYTES:]
-        wanted = proof(self._token, self._run, b"client", theirs, self._nonce(theirs))
-        return len(theirs) == NONCE_BYTES and hmac.compare_digest(proved, wanted)
+        expected = proof(self._token, self._run, b"client", theirs, self._nonce(theirs))
+        return len(theirs) == NONCE_BYTES and hmac.compare_digest(proved, expected)
 
     def _nonce(self, theirs: bytes) -> bytes:
         return hmac.digest(self._secret, theirs, "sha256")
@@ -150,7 +150,7 @@ def introduce(client: Any, token: bytes, run: str, options: Any) -> tuple[bytes,
     """
     mine = secrets.token_bytes(NONCE_BYTES)
     results = client.do_action(flight.Action(HELLO, mine), options)
-    answer = b"".join(bytes(one.body.to_pybytes()) for one in results)
+    answer = b"".join(bytes(result.body.to_pybytes()) for result in results)
     theirs, proved = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proved, proof(token, run, b"server", mine, theirs)):
         raise flight.FlightUnauthenticatedError(WRONG_TOKEN)
@@ -202,9 +202,10 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
             if kind == "kv":
                 self._sent(leaf)
 
-        whole, size = pa.py_buffer(data), len(data)
+        buffer, size = pa.py_buffer(data), len(data)
         pieces = (
-            whole.slice(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)
+            buffer.slice(start, min(CHUNK_BYTES, size - start))
+            for start in range(0, size, CHUNK_BYTES)
         )
         return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
 
@@ -268,10 +269,10 @@ class _Chunks:
 
 def _split(name: bytes) -> tuple[str, str]:
     """Split a name. Raises FlightServerError if malformed."""
-    found = NAME.fullmatch(name.decode("ascii", "replace"))
-    if found is None:
+    match = NAME.fullmatch(name.decode("ascii", "replace"))
+    if match is None:
         raise flight.FlightServerError(GONE)
-    return (found[1], found[2]) if found[1] else (found[3], found[4])
+    return (match[1], match[2]) if match[1] else (match[3], match[4])
 
 
 class Client:
@@ -296,15 +297,15 @@ class Client:
         return self._call(peer, stream, timeout_s)
 
     def size(self, peer: str, name: str) -> int | Lost:
-        found = self._call(peer, lambda client, options: _act(client, SIZE, name, options), CALL_S)
-        if isinstance(found, Lost):
-            return found
-        text = b"".join(found)
+        answer = self._call(peer, lambda client, options: _act(client, SIZE, name, options), CALL_S)
+        if isinstance(answer, Lost):
+            return answer
+        text = b"".join(answer)
         return int(text) if text.isdigit() else Lost(UNREADABLE)
 
     def drop(self, peer: str, name: str) -> Lost | None:
-        found = self._call(peer, lambda client, options: _act(client, DROP, name, options), CALL_S)
-        return found if isinstance(found, Lost) else None
+        answer = self._call(peer, lambda client, options: _act(client, DROP, name, options), CALL_S)
+        return answer if isinstance(answer, Lost) else None
 
     def close(self) -> None:
         with self._lock:
@@ -321,7 +322,7 @@ class Client:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return Lost(LATE)
-            known = peer in self._open
+            is_open = peer in self._open
             try:
                 client, headers = self._client(peer, min(left_s, CALL_S))
                 left_s = max(0.001, until_s - time.monotonic())
@@ -329,7 +330,7 @@ class Client:
             except (pa.ArrowException, flight.FlightError, OSError) as error:
                 self._forget(peer)
                 stranger = isinstance(error, flight.FlightUnauthenticatedError)
-                if not (stranger and known and again):
+                if not (stranger and is_open and again):
                     return Lost(_word(error))
         raise AssertionError("the second call answers")
 
@@ -358,7 +359,7 @@ class Client:
 
 def _act(client: Any, kind: str, name: str, options: Any) -> list[bytes]:
     results = client.do_action(flight.Action(kind, name.encode()), options)
-    return [bytes(one.body.to_pybytes()) for one in results]
+    return [bytes(result.body.to_pybytes()) for result in results]
 
 
 def _word(error: Exception) -> str:
@@ -368,8 +369,8 @@ def _word(error: Exception) -> str:
         return LATE
     if isinstance(error, flight.FlightUnavailableError):
         return UNREACHABLE
-    said = str(error)
-    return next((word for word in (GONE, BUSY) if said.startswith(word)), BROKEN_OFF)
+    message = str(error)
+    return next((word for word in (GONE, BUSY) if message.startswith(word)), BROKEN_OFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,10 +444,10 @@ class FlightTransfers:
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
         """Fetch locally, else from the peer."""
-        found = self._place.fetch(blob, timeout_s=timeout_s)
-        if isinstance(found, Lost) and found.why == GONE and self._is_elsewhere(blob):
+        path = self._place.fetch(blob, timeout_s=timeout_s)
+        if isinstance(path, Lost) and path.why == GONE and self._is_elsewhere(blob):
             return self._from_peer(blob, timeout_s)
-        return found
+        return path
 
     def drop(self, blob: Blob) -> None:
         """Delete locally and at the peer."""
@@ -494,7 +495,9 @@ class FlightTransfers:
         return lost or (None if written == size else Lost(BROKEN_OFF))
 
     def _awaited(self) -> bool:
-        lying = (self._place.path(Blob(sha256=one, bytes=1)) for one in self._offered - self._sent)
+        lying = (
+            self._place.path(Blob(sha256=sha256, bytes=1)) for sha256 in self._offered - self._sent
+        )
         return any(path.exists() for path in lying)
 
     def _is_elsewhere(self, blob: Blob) -> bool:
@@ -504,21 +507,21 @@ class FlightTransfers:
         if timeout_s <= 0:
             return Lost(LATE)
         data = np.empty(blob.bytes, np.uint8)
-        digest, at = hashlib.sha256(), 0
+        digest, position = hashlib.sha256(), 0
 
         def take(chunk: Array) -> bool:
-            nonlocal at
-            if at + len(chunk) > blob.bytes:
+            nonlocal position
+            if position + len(chunk) > blob.bytes:
                 return False
             digest.update(chunk.data)
-            data[at : at + len(chunk)] = chunk
-            at += len(chunk)
+            data[position : position + len(chunk)] = chunk
+            position += len(chunk)
             return True
 
         name = f"kv/{blob.sha256}"
         lost = self._client.receive(blob.peer, name, take, timeout_s=timeout_s)
         if lost is not None:
             return lost
-        if at != blob.bytes or digest.hexdigest() != blob.sha256:
+        if position != blob.bytes or digest.hexdigest() != blob.sha256:
             return Lost(OTHER_DIGEST)
         return data

@@ -41,18 +41,20 @@ class PeerFinder:
 
     def having(self, name: str) -> list[str]:
         """Return addresses of peers with these weights, in an order specific to the caller."""
-        found: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         try:
             for record in self._tail():
-                _note(found, record)
+                _note(addresses, record)
         except BusError:
             return []
-        peers = {peer for peer, url in found.items() if url == f"{peer}/{name}"} - {self._own}
+        peers = {peer for peer, url in addresses.items() if url == f"{peer}/{name}"} - {self._own}
         return sorted(peers, key=lambda peer: sha256_hex(self._own.encode(), peer.encode()))
 
     def _tail(self) -> Iterator[Record]:
         with closing(self._open_bus()) as bus:
-            tps = [TopicPartition(self._topic, one) for one in range(bus.partitions(self._topic))]
+            tps = [
+                TopicPartition(self._topic, number) for number in range(bus.partitions(self._topic))
+            ]
             ends = {tp: bus.end(tp) for tp in tps}
             starts = {tp: max(bus.begin(tp), end - TAIL_RECORDS) for tp, end in ends.items()}
             with closing(bus.reader(starts)) as reader:
@@ -62,11 +64,11 @@ class PeerFinder:
                     yield from reader.poll(timeout_s=POLL_S)
 
 
-def _note(found: dict[str, str], record: Record) -> None:
+def _note(addresses: dict[str, str], record: Record) -> None:
     status = _serving(record)
     if status is not None:
         address, _, _ = status.weights_at.partition("/weights/")
-        found[address] = status.weights_at
+        addresses[address] = status.weights_at
 
 
 def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:

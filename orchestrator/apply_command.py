@@ -86,10 +86,10 @@ def _stop(state: State, args: dict[str, Any]) -> str:
     now, after = args.get("now", False), args.get("after")
     if not isinstance(now, bool):
         return "`now` is true or false"
-    at = state.standing()
+    standing = state.standing()
     if after is None:
         if now:
-            state.stop_at = min(at.steps, at.step)
+            state.stop_at = min(standing.steps, standing.step)
             give_up_parts(state)
         else:
             stop_soon(state)
@@ -97,10 +97,10 @@ def _stop(state: State, args: dict[str, Any]) -> str:
         return ""
     if now or isinstance(after, bool) or not isinstance(after, int):
         return "`after` is a step, without `now`"
-    if after + 1 < at.step:
-        return f"step {after} has ended, the next step is {at.step}"
+    if after + 1 < standing.step:
+        return f"step {after} has ended, the next step is {standing.step}"
     state.stop_at = after + 1
-    if after + 1 == at.step:
+    if after + 1 == standing.step:
         give_up_parts(state)
     state.trigger = f"the run ends after step {after}"
     return ""

@@ -279,7 +279,7 @@ def _group_scored(state: State, offset: int, record: GroupScored) -> str:
         return ""
     why = answer_error(group, record)
     if not why:
-        end_scoring(state, group, {one.trajectory: one.reward for one in record.samples})
+        end_scoring(state, group, {sample.trajectory: sample.reward for sample in record.samples})
     return why
 
 
@@ -341,7 +341,7 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
     why = _not_of(state, record.step, record.attempt, record.incarnation)
     if why or training is None:
         return why
-    offenders = {one.group: one for one in record.offenders}
+    offenders = {offender.group: offender for offender in record.offenders}
     if not offenders:
         return "a refusal names no offender"
     if not offenders.keys() <= set(training.groups):
@@ -350,9 +350,9 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
     for name in training.groups:
         group = state.groups[name]
         if name in offenders:
-            one = offenders[name]
-            why = f"unreadable: {one.reason}"
-            verdict = Verdict(outcome="failed", why=why, error=why, trajectory=one.trajectory)
+            offender = offenders[name]
+            why = f"unreadable: {offender.reason}"
+            verdict = Verdict(outcome="failed", why=why, error=why, trajectory=offender.trajectory)
             set_ending(state, group, verdict)
         else:
             return_to_u(state, group)

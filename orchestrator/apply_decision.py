@@ -131,8 +131,8 @@ def _dispatch_row(state: State, spec: GroupSpec) -> None:
 
 def _is_watched(state: State, spec: GroupSpec) -> bool:
     assert state.config is not None
-    found = watched.watched_evaluation(state.config)
-    return spec.purpose == "eval" and found is not None and found.name == spec.evaluation
+    evaluation = watched.watched_evaluation(state.config)
+    return spec.purpose == "eval" and evaluation is not None and evaluation.name == spec.evaluation
 
 
 def _place(state: State, decision: Schedule) -> None:
@@ -151,27 +151,27 @@ def _place(state: State, decision: Schedule) -> None:
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
     if not decision.samples:
         raise InvariantBroken("a placement without trajectories")
-    names = [trajectory_id(spec.group, one.sample) for one in decision.samples]
+    names = [trajectory_id(spec.group, sample.sample) for sample in decision.samples]
     if len(set(names)) != len(names):
         raise InvariantBroken(f"a trajectory of {spec.group} is placed twice")
     both = zip(names, decision.samples, strict=True)
-    expected = sum(_check_placed(state, name, one, worker) for name, one in both)
+    expected = sum(_check_placed(state, name, sample, worker) for name, sample in both)
     more = len(names) - expected  # Reserved slots remain reserved.
     if more and worker.room < more:
         raise InvariantBroken(f"{worker.name} is full")
-    for name, one in zip(names, decision.samples, strict=True):
-        place(state, name, one.attempt, worker)
+    for name, sample in zip(names, decision.samples, strict=True):
+        place(state, name, sample.attempt, worker)
 
 
-def _check_placed(state: State, name: str, one: ScheduledSample, worker: Worker) -> bool:
+def _check_placed(state: State, name: str, sample: ScheduledSample, worker: Worker) -> bool:
     request = _request(state, name)
     if request.worker:
         raise InvariantBroken(f"{name} is already placed")
-    if one.attempt != request.attempt + 1:
+    if sample.attempt != request.attempt + 1:
         raise InvariantBroken(f"{name}: not the next attempt")
-    if one.resume != request.resume:
+    if sample.resume != request.resume:
         raise InvariantBroken(f"{name} has other progress")
-    if one.kv != request.kv:
+    if sample.kv != request.kv:
         raise InvariantBroken(f"{name} has another KV cache")
     return request.moving == (worker.name, worker.incarnation)
 
@@ -181,8 +181,8 @@ def _move(state: State, decision: Migrate) -> None:
     request = _request(state, name)
     group = state.groups[request.group]
     placed = (decision.attempt, decision.worker, decision.incarnation)
-    at = (request.attempt, request.worker, request.incarnation)
-    _require(at == placed, f"{name} is not placed on that worker")
+    current = (request.attempt, request.worker, request.incarnation)
+    _require(current == placed, f"{name} is not placed on that worker")
     _require(request.moving is None, f"{name} is already moving")
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(request.group not in state.redundant, f"{name} is redundant")
@@ -205,8 +205,8 @@ def _move(state: State, decision: Migrate) -> None:
 def _cancel(state: State, decision: Cancel) -> None:
     request = _request(state, decision.trajectory)
     placed = (decision.attempt, decision.worker, decision.incarnation)
-    at = (request.attempt, request.worker, request.incarnation)
-    _require(at == placed, f"{decision.trajectory} is not placed on that worker")
+    current = (request.attempt, request.worker, request.incarnation)
+    _require(current == placed, f"{decision.trajectory} is not placed on that worker")
     drop(state, decision.trajectory)
 
 
@@ -254,7 +254,7 @@ def _score_group(state: State, decision: ScoreGroup) -> None:
     due = scoring.question(state, group, worker)
     same = msgspec.structs.replace(due, reason=decision.reason) == decision
     _require(same, f"{name} has other trajectories, or this is not the next attempt")
-    asked = sum(one.by(worker) for one in state.scoring.values())
+    asked = sum(scoring.by(worker) for scoring in state.scoring.values())
     _require(asked < scoring.GROUPS_MAX, f"{worker.name} scores {asked} groups already")
     begin_scoring(state, group, worker)
 
@@ -266,17 +266,17 @@ def _take_part(state: State, decision: TakePart) -> None:
     )
     _require(decision.step < state.steps, f"the run has no step {decision.step}")
     _require(decision.part == len(state.parts), f"{len(state.parts)} is the next part")
-    same = [one.group for one in decision.groups] == part_due(state)
+    same = [group.group for group in decision.groups] == part_due(state)
     _require(same and bool(decision.groups), "not the next part by deadline (C3)")
     for taken in decision.groups:
         _as_finished(state, taken)
-    take_part(state, [one.group for one in decision.groups])
+    take_part(state, [group.group for group in decision.groups])
 
 
 def part_key(state: State) -> tuple[int, int]:
     """Return (step, attempt) of the next part."""
-    at = state.standing()
-    return at.step, 1 if at.training else state.attempt
+    standing = state.standing()
+    return standing.step, 1 if standing.training else state.attempt
 
 
 def part_due(state: State) -> list[str]:
@@ -285,18 +285,18 @@ def part_due(state: State) -> list[str]:
     During training only a first part may be taken: taking too early displaces groups that end
     later.
     """
-    at, size = state.standing(), part_size(state)
+    standing, size = state.standing(), part_size(state)
     if not size:
         return []
     part = next_part(
         state.finished,
         state.deadlines,
-        step=at.step,
-        per_step=at.per_step,
+        step=standing.step,
+        per_step=standing.per_step,
         taken=len(state.in_parts),
         size=size,
     )
-    return [one.group for one in part]
+    return [group.group for group in part]
 
 
 def part_size(state: State) -> int:
@@ -317,7 +317,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     _of_next_step(state, decision)
     _require(bool(decision.groups), "a batch without groups")
     _require(not colocated.awaited(state), "colocated workers are still awake")
-    same = [one.group for one in decision.groups] == batch_due(state)
+    same = [group.group for group in decision.groups] == batch_due(state)
     _require(same, "not the next batch by deadline (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
     _require(decision.pins == pinned(state), "the batch pins other versions")
@@ -345,26 +345,26 @@ def take_batch(state: State, decision: TakeBatch) -> None:
     state.in_flight = in_flight_after(state) or state.in_flight
     held = len(state.in_parts)
     end_parts(state)
-    for one in decision.groups[held:]:
-        take_group(state, state.groups[one.group])
+    for group in decision.groups[held:]:
+        take_group(state, state.groups[group.group])
     in_order = sorted(decision.groups, key=attrgetter("group"))
     state.training = Training(
         step=decision.step,
         attempt=decision.attempt,
-        digest=lines_digest(state.leaves.batch_lines(one) for one in in_order),
-        groups=tuple(one.group for one in decision.groups),
+        digest=lines_digest(state.leaves.batch_lines(group) for group in in_order),
+        groups=tuple(group.group for group in decision.groups),
     )
 
 
 def _end(state: State, decision: End) -> None:
     group = _group(state, decision.group)
-    left = _not_running(state, group)
+    samples = _not_running(state, group)
     if decision.outcome == "cancelled" and group.verdict is None:
         _require(may_cancel(state, group), f"{decision.group} is not redundant")
         set_ending(state, group, Verdict(outcome="cancelled", why=decision.reason))
     outcome = group.verdict.outcome if group.verdict is not None else None
     _require(decision.outcome == outcome, f"{decision.group} is not {decision.outcome}")
-    for name in left:
+    for name in samples:
         drop(state, name)
     state.ending.remove(decision.group)
     forget(state, group)
@@ -376,10 +376,10 @@ def _end(state: State, decision: End) -> None:
 
 
 def _not_running(state: State, group: Group) -> list[str]:
-    left = open_samples(state, group)
-    running = [name for name in left if state.requests[name].worker]
+    samples = open_samples(state, group)
+    running = [name for name in samples if state.requests[name].worker]
     _require(not running, f"{running[:1]} is running and was not cancelled")
-    return left
+    return samples
 
 
 def _end_samples(state: State, decision: EndSamples) -> None:
@@ -398,7 +398,11 @@ def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None
     assert state.config is not None
     evaluation = watched.watched_evaluation(state.config)
     assert evaluation is not None
-    rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
+    rewards = [
+        result.reward
+        for result in group.results
+        if result is not None and result.reward is not None
+    ]
     groups = _rows(state, evaluation)
     state.watched = watched.ended(before, group.spec.version, rewards, groups=groups)
 
@@ -429,9 +433,11 @@ def _early_stop(state: State, decision: EarlyStop) -> None:
 
 def stop_soon(state: State) -> None:
     """End the run when the groups in flight are trained."""
-    at = state.standing()
-    state.stop_at = min(at.steps, at.step + sum(state.deadlines.values()) // at.per_step)
-    if state.stop_at <= at.step:
+    standing = state.standing()
+    state.stop_at = min(
+        standing.steps, standing.step + sum(state.deadlines.values()) // standing.per_step
+    )
+    if state.stop_at <= standing.step:
         give_up_parts(state)
 
 
@@ -490,8 +496,8 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
 def pinned(state: State) -> tuple[int, ...]:
     """Return versions the store must keep."""
     workers = state.workers.values()
-    held = {one.target for one in workers} | {one.served for one in workers}
-    held.update(version for one in state.residents.values() for version in one.held)
+    held = {worker.target for worker in workers} | {worker.served for worker in workers}
+    held.update(version for residence in state.residents.values() for version in residence.held)
     if state.config is not None:
         held |= watched.kept(state.watched, state.config)
     return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
@@ -540,8 +546,8 @@ def _next_task(state: State) -> Task:
     tasks = state.config.tasks
     if len(tasks) == 1:
         return tasks[0]
-    shares = whole_shares(tuple([one.ratio for one in tasks]))
-    return tasks[next_task(shares, [state.drawn.get(one.name, 0) for one in tasks])]
+    shares = whole_shares(tuple([task.ratio for task in tasks]))
+    return tasks[next_task(shares, [state.drawn.get(task.name, 0) for task in tasks])]
 
 
 def eval_spec(state: State) -> GroupSpec:
@@ -576,9 +582,9 @@ def next_evaluation(state: State) -> Evaluation | None:
     if state.stop_now:
         return None
     ends = state.version in (0, state.steps)
-    for one in state.config.evaluations:
-        done = state.evaluations.get(one.name, -1) if one.name else state.evaluated
-        due = ends or (one.every > 0 and state.version % one.every == 0)
-        if due and state.version > done and _rows(state, one):
-            return one
+    for evaluation in state.config.evaluations:
+        done = state.evaluations.get(evaluation.name, -1) if evaluation.name else state.evaluated
+        due = ends or (evaluation.every > 0 and state.version % evaluation.every == 0)
+        if due and state.version > done and _rows(state, evaluation):
+            return evaluation
     return None

@@ -14,28 +14,32 @@ from dora_pipe.schemas.rounds import NO_VERSION, Assign
 
 def batch_due(state: State) -> list[str]:
     """Return the next batch's groups, parts first; empty if the trainer must wait."""
-    at, held = state.standing(), state.in_parts
+    standing, held = state.standing(), state.in_parts
     rest = next_batch(
-        state.finished, state.deadlines, step=at.step, per_step=at.per_step, taken=len(held)
+        state.finished,
+        state.deadlines,
+        step=standing.step,
+        per_step=standing.per_step,
+        taken=len(held),
     )
-    return [*held, *(one.group for one in rest)] if rest else []
+    return [*held, *(group.group for group in rest)] if rest else []
 
 
 def step_stands(state: State) -> bool:
     """Report whether a batch is training or may be taken."""
-    at = state.standing()
-    return at.training or (at.step < at.steps and bool(batch_due(state)))
+    standing = state.standing()
+    return standing.training or (standing.step < standing.steps and bool(batch_due(state)))
 
 
 def awaited(state: State) -> list[str]:
     """Return colocated workers still awake."""
-    return sorted(name for name, one in state.index.colocated.items() if one.awake)
+    return sorted(name for name, worker in state.index.colocated.items() if worker.awake)
 
 
 def held(state: State) -> frozenset[str]:
     """Return workers that may not be assigned now."""
-    found = state.index.colocated
-    return frozenset(found) if found and step_stands(state) else frozenset()
+    workers = state.index.colocated
+    return frozenset(workers) if workers and step_stands(state) else frozenset()
 
 
 def to_sleep(state: State) -> list[Worker]:
@@ -65,7 +69,11 @@ def letting_go(state: State) -> list[Worker]:
     """Return workers with requests that are to sleep."""
     if not state.index.colocated:
         return []
-    found = state.index.hosts.get(NO_VERSION)
-    if found is None:
+    asleep = state.index.hosts.get(NO_VERSION)
+    if asleep is None:
         return []
-    return [one for name, one in sorted(found.workers.items()) if one.requests and one.moves]
+    return [
+        worker
+        for name, worker in sorted(asleep.workers.items())
+        if worker.requests and worker.moves
+    ]

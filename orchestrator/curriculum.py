@@ -83,7 +83,7 @@ class Samplers:
             if task.sampler:
                 with importable(task.directory):
                     functions[task.sampler] = load_function("task.sampler", task.sampler)
-        return cls(functions=functions, sources={one: source_sha256(one) for one in functions})
+        return cls(functions=functions, sources={name: source_sha256(name) for name in functions})
 
 
 def has_curriculum(task: Task) -> bool:
@@ -95,10 +95,14 @@ def note_ended(state: State, group: Group) -> None:
     """Record the outcome of an ended group."""
     assert state.config is not None
     spec = group.spec
-    task = next((one for one in state.config.tasks if one.name == spec.task), None)
+    task = next((task for task in state.config.tasks if task.name == spec.task), None)
     if spec.purpose != "train" or task is None or not has_curriculum(task):
         return
-    rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
+    rewards = [
+        result.reward
+        for result in group.results
+        if result is not None and result.reward is not None
+    ]
     held = state.curricula.setdefault(spec.source, Curriculum()).held
     held.append(PendingOutcome(spec.index, fsum(rewards) / len(rewards), spec.version))
     if len(held) >= HELD_BATCHES * state.config.rollout.prompts_per_step:
@@ -115,10 +119,10 @@ def new_version(state: State) -> None:
 def count_pending(state: State, source: str) -> None:
     """Count a source's pending outcomes."""
     held = state.curricula[source].held
-    for one in held:
-        key = row_key(source, one.index)
-        known = state.rows.get(key, UNSEEN)
-        state.rows[key] = known.and_group(one.reward, one.version)
+    for outcome in held:
+        key = row_key(source, outcome.index)
+        stats = state.rows.get(key, UNSEEN)
+        state.rows[key] = stats.and_group(outcome.reward, outcome.version)
         state.leaves.touch("row", key)
     held.clear()
     state.weights.pop(source, None)
@@ -149,24 +153,24 @@ def next_row(
     """
     assert state.facts is not None
     source, seed = source_of("train", task.name), state.facts.seed
-    place = state.drawn.get(task.name, 0) if task.name else state.ordinal
+    position = state.drawn.get(task.name, 0) if task.name else state.ordinal
     if task.sampler:
         if chosen is None:
-            chosen = _drawn(state, task, rows, samplers or Samplers(), place)
-        return NextRow(place // rows, chosen, solved=is_solved(state, task, chosen))
+            chosen = _drawn(state, task, rows, samplers or Samplers(), position)
+        return NextRow(position // rows, chosen, solved=is_solved(state, task, chosen))
     if task.max_solve_rate is None:
-        return NextRow(*prompt_index(seed, place, rows))
-    known = state.curricula.get(source)
-    place += known.passed if known is not None else 0
-    first = prompt_index(seed, place, rows)
+        return NextRow(*prompt_index(seed, position, rows))
+    curriculum = state.curricula.get(source)
+    position += curriculum.passed if curriculum is not None else 0
+    first = prompt_index(seed, position, rows)
     skipped: list[int] = []
-    found = first
-    while is_solved(state, task, found[1]):
-        skipped.append(found[1])
+    index = first
+    while is_solved(state, task, index[1]):
+        skipped.append(index[1])
         if len(skipped) == min(rows, SKIPPED_MAX):
             return NextRow(*first, solved=True)
-        found = prompt_index(seed, place + len(skipped), rows)
-    return NextRow(*found, tuple(skipped))
+        index = prompt_index(seed, position + len(skipped), rows)
+    return NextRow(*index, tuple(skipped))
 
 
 def is_solved(state: State, task: Task, index: int) -> bool:
@@ -177,7 +181,7 @@ def is_solved(state: State, task: Task, index: int) -> bool:
     return row.is_solved(task.max_solve_rate, SOLVED_GROUPS)
 
 
-def _drawn(state: State, task: Task, rows: int, samplers: Samplers, place: int) -> int:
+def _drawn(state: State, task: Task, rows: int, samplers: Samplers, position: int) -> int:
     assert state.facts is not None
     if samplers.recorded is not None:
         return samplers.recorded.get(state.ordinal, 0)
@@ -185,7 +189,7 @@ def _drawn(state: State, task: Task, rows: int, samplers: Samplers, place: int) 
     weights = state.weights.get(source)
     if weights is None:
         weights = state.weights[source] = _weights(state, task, rows, samplers)
-    number = derive_seed("draw", state.facts.seed, source, place)
+    number = derive_seed("draw", state.facts.seed, source, position)
     return weights.draw((number >> (63 - DRAW_BITS)) / (1 << DRAW_BITS))
 
 
@@ -213,23 +217,23 @@ def _weights(state: State, task: Task, rows: int, samplers: Samplers) -> Weights
         raise ConfigError(f"{who} was not loaded")
     stats = stats_of(state, source_of("train", task.name), rows)
     try:
-        weights = [float(one) for one in weigh(stats, state.version)]
+        weights = [float(weight) for weight in weigh(stats, state.version)]
         if len(weights) != rows:
             raise ValueError(f"{len(weights)} weights for {rows} rows")
-        found = Weights(weights)
+        sums = Weights(weights)
         if task.max_solve_rate is None:
-            return found
-        solved = [one.is_solved(task.max_solve_rate, SOLVED_GROUPS) for one in stats]
-        left = [0.0 if out else one for one, out in zip(weights, solved, strict=True)]
-        return Weights(left) if any(left) else found
+            return sums
+        solved = [row.is_solved(task.max_solve_rate, SOLVED_GROUPS) for row in stats]
+        unsolved = [0.0 if out else weight for weight, out in zip(weights, solved, strict=True)]
+        return Weights(unsolved) if any(unsolved) else sums
     except _RAISED as error:
-        said = f"{who} cannot be used at version {state.version}: {reason(error)}"
-        raise ConfigError(said, hint=HINT) from error
+        message = f"{who} cannot be used at version {state.version}: {reason(error)}"
+        raise ConfigError(message, hint=HINT) from error
 
 
 def stats_of(state: State, source: str, rows: int) -> list[RowStats]:
-    found, prefix = [UNSEEN] * rows, f"{source}#"
+    stats, prefix = [UNSEEN] * rows, f"{source}#"
     for key, row in state.rows.items():
         if key.startswith(prefix):
-            found[int(key[len(prefix) :])] = row
-    return found
+            stats[int(key[len(prefix) :])] = row
+    return stats

@@ -69,7 +69,7 @@ def bucket_of(name: str) -> int:
 
 
 def rest_of(state: State) -> dict[str, Any]:
-    names = (one for one in state.__dataclass_fields__ if one not in LEFT_OUT)
+    names = (name for name in state.__dataclass_fields__ if name not in LEFT_OUT)
     rest: dict[str, Any] = {name: getattr(state, name) for name in names}
     rest["config"] = state.config and logged_keys(state.config)
     for name in PAIRS:
@@ -118,8 +118,8 @@ class Leaves:
     def __deepcopy__(self, memo: dict[int, Any]) -> Leaves:
         copied = Leaves()
         copied._touched = self._touched.copy()
-        copied._bytes = {number: one.copy() for number, one in self._bytes.items()}
-        copied._hashes = {number: one.copy() for number, one in self._hashes.items()}
+        copied._bytes = {number: bucket.copy() for number, bucket in self._bytes.items()}
+        copied._hashes = {number: bucket.copy() for number, bucket in self._hashes.items()}
         copied._digests = self._digests.copy()
         copied._stale = self._stale.copy()
         copied._lines = self._lines.copy()

@@ -43,7 +43,7 @@ class Estimates:
         lives[min(LIVES - 1, (max(0, life_ns) >> LIFE_SHIFT).bit_length())] += 1
         self.count += 1
         if self.count > LIVES_MAX:
-            self.lives = [one // 2 for one in lives]
+            self.lives = [life // 2 for life in lives]
             self.count = sum(self.lives)
 
     def released(self, after_ns: int) -> None:
@@ -55,9 +55,9 @@ class Estimates:
 class Outlook:
     """Expected remaining lifetimes. Example: ``Outlook(estimates).left_ns(age_ns)``"""
 
-    def __init__(self, seen: Estimates) -> None:
-        self.stall_ns = seen.stall_ns
-        self._lives = seen.lives
+    def __init__(self, estimates: Estimates) -> None:
+        self.stall_ns = estimates.stall_ns
+        self._lives = estimates.lives
         self._left: dict[int, int] = {}
 
     def left_ns(self, age_ns: int) -> int:
@@ -65,10 +65,10 @@ class Outlook:
         units = max(1, age_ns >> LIFE_SHIFT)
         shift = max(0, units.bit_length() - 4)
         age = units >> shift << shift
-        found = self._left.get(age)
-        if found is None:
-            found = self._left[age] = self._expect(age) << LIFE_SHIFT
-        return found
+        expected = self._left.get(age)
+        if expected is None:
+            expected = self._left[age] = self._expect(age) << LIFE_SHIFT
+        return expected
 
     def _expect(self, age: int) -> int:
         first = age.bit_length()

@@ -58,42 +58,46 @@ def window(rules: Rollout) -> int:
     return max(WINDOW_MIN, WINDOW_BATCHES * rules.prompts_per_step)
 
 
-def note(failures: Failures, rules: Rollout, *, at: int, error: str, trajectory: str) -> Failures:
+def note(
+    failures: Failures, rules: Rollout, *, ended_groups: int, error: str, trajectory: str
+) -> Failures:
     """Add a failed group unless `max_failed_share` is unset."""
     if rules.max_failed_share is None:
         return failures
-    one = FailedGroup(at=at, error=error[:ERROR_CHARACTERS_MAX], trajectory=trajectory)
-    kept = tuple(old for old in failures.failed if old.at > at - window(rules))
-    return msgspec.structs.replace(failures, failed=(*kept, one))
+    failed = FailedGroup(at=ended_groups, error=error[:ERROR_CHARACTERS_MAX], trajectory=trajectory)
+    kept = tuple(old for old in failures.failed if old.at > ended_groups - window(rules))
+    return msgspec.structs.replace(failures, failed=(*kept, failed))
 
 
-def resumed(at: int) -> Failures:
+def resumed(ended_groups: int) -> Failures:
     """Restart the count."""
-    return Failures(since=at)
+    return Failures(since=ended_groups)
 
 
-def halt_due(failures: Failures, rules: Rollout, *, at: int) -> Halt | None:
+def halt_due(failures: Failures, rules: Rollout, *, ended_groups: int) -> Halt | None:
     """Return the halt decision if due."""
-    most, count = rules.max_failed_share, at - failures.since
+    most, count = rules.max_failed_share, ended_groups - failures.since
     if failures.halted or most is None or most >= 1 or not failures.failed:
         return None
-    recent = _recent(failures, rules, at)
+    recent = _recent(failures, rules, ended_groups)
     first = count >= max(FIRST_MIN, FIRST_BATCHES * rules.prompts_per_step) and len(recent) == count
     full = window(rules)
     if not first and not (count >= full and len(recent) > most * full):
         return None
     error, example = most_frequent(recent)
     return Halt(
-        reason=f"{summary(failures, rules, at=at)}; the run stops", error=error, trajectory=example
+        reason=f"{summary(failures, rules, ended_groups=ended_groups)}; the run stops",
+        error=error,
+        trajectory=example,
     )
 
 
-def summary(failures: Failures, rules: Rollout, *, at: int) -> str:
+def summary(failures: Failures, rules: Rollout, *, ended_groups: int) -> str:
     """Describe recent failures; empty if none."""
-    recent = _recent(failures, rules, at)
+    recent = _recent(failures, rules, ended_groups)
     if not recent:
         return ""
-    count = min(at - failures.since, window(rules))
+    count = min(ended_groups - failures.since, window(rules))
     which = "all of" if len(recent) == count else f"{len(recent)} of"
     error, example = most_frequent(recent)
     return f"{which} the last {count} groups failed, most often: {error} ({example})"
@@ -101,12 +105,12 @@ def summary(failures: Failures, rules: Rollout, *, at: int) -> str:
 
 def most_frequent(failed: tuple[FailedGroup, ...]) -> tuple[str, str]:
     """Return the most frequent error and its newest trajectory; errors are grouped by class."""
-    kinds = Counter(one.error.partition(":")[0] for one in failed)
+    kinds = Counter(group.error.partition(":")[0] for group in failed)
     kind, _ = max(kinds.items(), key=lambda item: (item[1], item[0]))
-    newest = next(one for one in failed[::-1] if one.error.partition(":")[0] == kind)
+    newest = next(group for group in failed[::-1] if group.error.partition(":")[0] == kind)
     return newest.error, newest.trajectory
 
 
-def _recent(failures: Failures, rules: Rollout, at: int) -> tuple[FailedGroup, ...]:
-    first = max(failures.since, at - window(rules))
-    return tuple(one for one in failures.failed if one.at > first)
+def _recent(failures: Failures, rules: Rollout, ended_groups: int) -> tuple[FailedGroup, ...]:
+    first = max(failures.since, ended_groups - window(rules))
+    return tuple(group for group in failures.failed if group.at > first)

@@ -114,12 +114,12 @@ def fold_decisions(state: State, round_: Round) -> None:
 
 def check_digest(state: State, round_: Round) -> None:
     """Check the state digest if due. Raises InvariantBroken."""
-    found = round_.state_digest
-    if found is None:
+    digest = round_.state_digest
+    if digest is None:
         if is_digest_due(state, round_.ordinal):
             raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
         return
-    if found != state.digest():
+    if digest != state.digest():
         raise InvariantBroken(f"round {round_.ordinal}: the resulting state differs")
 
 
@@ -129,7 +129,9 @@ def capped(state: State) -> tuple[int, int]:
     slots = sum(hosts.slots for hosts in index.hosts.values())
     held = colocated.held(state)
     idle = sum(
-        one.slots for one in index.idle.values() if one.target != newest and one.name not in held
+        worker.slots
+        for worker in index.idle.values()
+        if worker.target != newest and worker.name not in held
     )
     empty = index.free(newest) + idle
     return (empty if empty and _only_the_limit(state) else 0), slots
@@ -138,11 +140,11 @@ def capped(state: State) -> tuple[int, int]:
 def _only_the_limit(state: State) -> bool:
     if state.config is None or state.paused or state.failures.halted:
         return False
-    at = state.standing()
-    if admissible(state.deadlines, at):
+    standing = state.standing()
+    if admissible(state.deadlines, standing):
         return False
     # The bound allows at most max_staleness + 1 batches.
-    unlimited = dataclasses.replace(at, async_batches=at.max_staleness + 1.0)
+    unlimited = dataclasses.replace(standing, async_batches=standing.max_staleness + 1.0)
     return bool(admissible(state.deadlines, unlimited))
 
 

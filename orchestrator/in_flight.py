@@ -82,12 +82,12 @@ class InFlight:
             slots_ms=0,
         )
 
-    def _decided(self, ready: int, wanted: int, most: float) -> float:
+    def _decided(self, ready: int, target: int, most: float) -> float:
         """Return the new C; arguments are in sixteenths of groups."""
         starved = self.empty_ms > EMPTY_MIN * self.slots_ms
         change = 0.0
-        if ready < wanted - wanted // 16 and starved:
+        if ready < target - target // 16 and starved:
             change = CHANGE
-        elif ready > wanted + wanted // 4:
+        elif ready > target + target // 4:
             change = -CHANGE
         return max(START, min(self.batches + change, most))

@@ -42,8 +42,8 @@ class Hosts:
         heap = self._heap
         heappush(heap, (load - worker.slots, worker.name))
         if len(heap) > STALE_MIN + STALE_TIMES * len(self.workers):
-            open_ = [one for one in self.workers.values() if one.open]
-            self._heap = [(one.load - one.slots, one.name) for one in open_]
+            open_ = [worker for worker in self.workers.values() if worker.open]
+            self._heap = [(worker.load - worker.slots, worker.name) for worker in open_]
             heapify(self._heap)
 
     def roomiest(self) -> Worker | None:
@@ -88,16 +88,16 @@ class Index:
 
     def touch(self, worker: Worker) -> None:
         """Update a worker."""
-        seen = self._seen.get(worker.name)
+        before = self._seen.get(worker.name)
         target = worker.target if worker.usable else None
         load = worker.load
-        if seen is None or seen.target != target:
-            self._rehost(worker, seen, target, load)
+        if before is None or before.target != target:
+            self._rehost(worker, before, target, load)
         elif target is not None:
             hosts, free = self.hosts[target], worker.free
-            hosts.load += load - seen.load
-            hosts.free += free - seen.free
-            seen.load, seen.free = load, free
+            hosts.load += load - before.load
+            hosts.free += free - before.free
+            before.load, before.free = load, free
         if target is None:
             return
         if worker.open:
@@ -120,8 +120,8 @@ class Index:
         _keep(self.colocated, worker, worker.colocated)
 
     def remove(self, worker: Worker) -> None:
-        seen = self._seen.pop(worker.name)
-        self._leave(worker, seen)
+        before = self._seen.pop(worker.name)
+        self._leave(worker, before)
         lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.colocated)
         for kept in lists:
             kept.pop(worker.name, None)
@@ -139,16 +139,16 @@ class Index:
 
     def orphans(self, versions: Iterable[int]) -> list[int]:
         """Return the versions without a usable worker, oldest first."""
-        return sorted(one for one in versions if one not in self.hosts)
+        return sorted(version for version in versions if version not in self.hosts)
 
     def free(self, version: int) -> int:
         """Return the free slots of a version."""
         hosts = self.hosts.get(version)
         return hosts.free if hosts is not None else 0
 
-    def _rehost(self, worker: Worker, seen: _Seen | None, target: int | None, load: int) -> None:
-        if seen is not None:
-            self._leave(worker, seen)
+    def _rehost(self, worker: Worker, before: _Seen | None, target: int | None, load: int) -> None:
+        if before is not None:
+            self._leave(worker, before)
         free = worker.free
         self._seen[worker.name] = _Seen(target, load, free, worker.slots)
         if target is None:
@@ -161,16 +161,16 @@ class Index:
         hosts.load += load
         hosts.free += free
 
-    def _leave(self, worker: Worker, seen: _Seen) -> None:
-        if seen.target is None:
+    def _leave(self, worker: Worker, before: _Seen) -> None:
+        if before.target is None:
             return
-        hosts = self.hosts[seen.target]
+        hosts = self.hosts[before.target]
         del hosts.workers[worker.name]
-        hosts.slots -= seen.slots
-        hosts.load -= seen.load
-        hosts.free -= seen.free
+        hosts.slots -= before.slots
+        hosts.load -= before.load
+        hosts.free -= before.free
         if not hosts.workers:
-            del self.hosts[seen.target]
+            del self.hosts[before.target]
 
 
 def _keep(where: dict[str, Worker], worker: Worker, belongs: bool) -> None:
@@ -212,8 +212,8 @@ def push(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None
 def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
     """Remove; the key must be present."""
     queue = queues[version]
-    place = bisect_left(queue, key)
-    assert queue[place] == key, "the request is not queued"
-    del queue[place]
+    position = bisect_left(queue, key)
+    assert queue[position] == key, "the request is not queued"
+    del queue[position]
     if not queue:
         del queues[version]

@@ -47,30 +47,32 @@ class Leases(Generic[One]):
         """Start the leases."""
         self._heard_ns = dict.fromkeys(living, now_ns - self._gaps_ns)
 
-    def renew(self, one: One, now_ns: int) -> None:
+    def renew(self, key: One, now_ns: int) -> None:
         """Renew a lease."""
         if self._heard_ns is not None:
-            self._heard_ns.pop(one, None)
-            self._heard_ns[one] = now_ns - self._gaps_ns
+            self._heard_ns.pop(key, None)
+            self._heard_ns[key] = now_ns - self._gaps_ns
 
     def expired(self, living: Container[One], now_ns: int) -> list[One]:
         """Return living entries with expired leases, sorted."""
-        found: list[One] = []
+        ended: list[One] = []
         last_ns = now_ns - self._gaps_ns - self._lease_ns
-        gone: list[One] = []
-        for one, heard_ns in (self._heard_ns or {}).items():
+        forgotten: list[One] = []
+        for key, heard_ns in (self._heard_ns or {}).items():
             if heard_ns > last_ns:
                 break
-            (found if one in living else gone).append(one)
-        for one in gone:
+            (ended if key in living else forgotten).append(key)
+        for key in forgotten:
             assert self._heard_ns is not None
-            del self._heard_ns[one]
-        return sorted(found)
+            del self._heard_ns[key]
+        return sorted(ended)
 
     def keep(self, living: Container[One]) -> None:
         """Forget entries that are not living."""
         if self._heard_ns is not None:
-            self._heard_ns = {one: at for one, at in self._heard_ns.items() if one in living}
+            self._heard_ns = {
+                key: heard_ns for key, heard_ns in self._heard_ns.items() if key in living
+            }
 
     def due_ns(self) -> int | None:
         """Return the next expiry; None without leases."""
@@ -85,10 +87,10 @@ class Living:
     def __init__(self, state: State) -> None:
         self._workers = state.workers
 
-    def __contains__(self, one: object) -> bool:
-        assert isinstance(one, tuple)
-        worker = self._workers.get(one[0])
-        return worker is not None and worker.incarnation == one[1]
+    def __contains__(self, item: object) -> bool:
+        assert isinstance(item, tuple)
+        worker = self._workers.get(item[0])
+        return worker is not None and worker.incarnation == item[1]
 
 
 class Generating:
@@ -97,6 +99,6 @@ class Generating:
     def __init__(self, state: State) -> None:
         self._groups = state.groups
 
-    def __contains__(self, one: object) -> bool:
-        group = self._groups.get(one) if isinstance(one, str) else None
+    def __contains__(self, item: object) -> bool:
+        group = self._groups.get(item) if isinstance(item, str) else None
         return group is not None and group.phase == "generating"

@@ -169,7 +169,7 @@ class OrchestratorMachine:
         if self._caught_up:
             due_ns = min(due_ns, self._period_due_ns)
         time_ns = None if self._times is None else self._times.due_ns()
-        return min([due_ns, *(one for one in (lease_ns, time_ns) if one is not None)])
+        return min([due_ns, *(due for due in (lease_ns, time_ns) if due is not None)])
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """Run one turn."""
@@ -179,26 +179,28 @@ class OrchestratorMachine:
         self._leases.turn(now.mono_ns)
         if self._times is not None:
             self._times.turn(now.mono_ns)
-        for one in inputs:
-            if isinstance(one, Record):
-                self._read(one, now)
-            elif isinstance(one, CaughtUp):
+        for event in inputs:
+            if isinstance(event, Record):
+                self._read(event, now)
+            elif isinstance(event, CaughtUp):
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
-                living = [(one.name, one.incarnation) for one in self.state.workers.values()]
+                living = [
+                    (worker.name, worker.incarnation) for worker in self.state.workers.values()
+                ]
                 self._leases.start(living, now.mono_ns)
                 self._time_groups(self.state.groups, now)
-                self._misnamed = {one for one in self.state.workers if worker_name_error(one)}
-            elif isinstance(one, HeldBack):
-                self._held_back = sorted({tp.topic for tp in one.partitions})
-                self._leases.hold(bool(one.partitions))
+                self._misnamed = {name for name in self.state.workers if worker_name_error(name)}
+            elif isinstance(event, HeldBack):
+                self._held_back = sorted({tp.topic for tp in event.partitions})
+                self._leases.hold(bool(event.partitions))
                 if self._times is not None:
-                    self._times.hold(bool(one.partitions))
-            elif isinstance(one, Published):
-                self._on_durable(one)
-            elif isinstance(one, MetricsTrimmed):
-                self._trims.note_trimmed(one, mono_ns=now.mono_ns)
-            elif isinstance(one, StopAsked):
+                    self._times.hold(bool(event.partitions))
+            elif isinstance(event, Published):
+                self._on_durable(event)
+            elif isinstance(event, MetricsTrimmed):
+                self._trims.note_trimmed(event, mono_ns=now.mono_ns)
+            elif isinstance(event, StopAsked):
                 self._stopped = True
         self._round(now)
         self._note_turn(now)
@@ -226,19 +228,19 @@ class OrchestratorMachine:
             self._round(now)
             if self.state.done:
                 return
-        found = read_control(record.value)
-        if isinstance(found, SchemaError):
-            self._bury(record, found, now)
-        elif isinstance(found, WorkerJoined):
-            self._leases.renew((found.worker, record.offset), now.mono_ns)
-            self._note_lost(self.state.workers.get(found.worker))
-            self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
-        elif isinstance(found, FROM_WORKERS):
-            self._leases.renew((found.worker, found.incarnation), now.mono_ns)
-        elif isinstance(found, StepCommitted):
-            self._pace.committing(self.state, found)
+        decoded = read_control(record.value)
+        if isinstance(decoded, SchemaError):
+            self._bury(record, decoded, now)
+        elif isinstance(decoded, WorkerJoined):
+            self._leases.renew((decoded.worker, record.offset), now.mono_ns)
+            self._note_lost(self.state.workers.get(decoded.worker))
+            self._misnamed |= {decoded.worker} if worker_name_error(decoded.worker) else set()
+        elif isinstance(decoded, FROM_WORKERS):
+            self._leases.renew((decoded.worker, decoded.incarnation), now.mono_ns)
+        elif isinstance(decoded, StepCommitted):
+            self._pace.committing(self.state, decoded)
         rejected = self.state.counters.rejected
-        apply_control(self.state, record.offset, found)
+        apply_control(self.state, record.offset, decoded)
         if self.state.counters.rejected > rejected:
             LOG.warning("control record rejected: %s", self.state.counters.rejection)
         self._folded.append(fold_bytes(record.offset, record.value))
@@ -247,41 +249,41 @@ class OrchestratorMachine:
     def _note_status(self, record: Record, now: Now) -> None:
         self._trims.note(record)
         try:
-            found = decode_metrics(record.value)
+            status = decode_metrics(record.value)
         except SchemaError as error:
             self._bury(record, error, now)
             return
-        if isinstance(found, WorkerStatus):
-            at = (found.worker, found.incarnation)
-            self._statuses[at] = merged(self._statuses.get(at), found)
+        if isinstance(status, WorkerStatus):
+            key = (status.worker, status.incarnation)
+            self._statuses[key] = merged(self._statuses.get(key), status)
             if self._caught_up:
-                self._note_pressure(self._statuses[at], now)
-                self._note_off_engine(found)
-            self._leases.renew((found.worker, found.incarnation), now.mono_ns)
+                self._note_pressure(self._statuses[key], now)
+                self._note_off_engine(status)
+            self._leases.renew((status.worker, status.incarnation), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
-        at, config = (status.worker, status.incarnation), self.state.config
+        key, config = (status.worker, status.incarnation), self.state.config
         worker = self.state.workers.get(status.worker)
         if config is None or worker is None or worker.incarnation != status.incarnation:
             return
         most = KV_PRESSURE * worker.kv_tokens
         full = 0 < most < status.kv_used_tokens and bool(worker.requests)
-        if full and now.mono_ns >= self._press_due_ns.get(at, 0):
-            self._press_due_ns[at] = now.mono_ns + PRESSURE_NS
-            self._pressures[at] = status.kv_used_tokens
+        if full and now.mono_ns >= self._press_due_ns.get(key, 0):
+            self._press_due_ns[key] = now.mono_ns + PRESSURE_NS
+            self._pressures[key] = status.kv_used_tokens
         elif worker.pressed and not full:
-            self._press_due_ns.pop(at, None)
-            self._pressures[at] = status.kv_used_tokens
+            self._press_due_ns.pop(key, None)
+            self._pressures[key] = status.kv_used_tokens
 
     def _note_off_engine(self, status: WorkerStatus) -> None:
-        at, worker = (status.worker, status.incarnation), self.state.workers.get(status.worker)
+        key, worker = (status.worker, status.incarnation), self.state.workers.get(status.worker)
         if worker is None or worker.incarnation != status.incarnation:
             return
-        found = min(status.off_engine, len(worker.requests))
-        least = max(1, worker.slots // OFF_ENGINE_SHARE) if found else 1
-        self._off_engine.pop(at, None)
-        if abs(found - worker.off_engine) >= least:
-            self._off_engine[at] = found
+        off_engine = min(status.off_engine, len(worker.requests))
+        least = max(1, worker.slots // OFF_ENGINE_SHARE) if off_engine else 1
+        self._off_engine.pop(key, None)
+        if abs(off_engine - worker.off_engine) >= least:
+            self._off_engine[key] = off_engine
 
     def _note_lost(self, worker: Worker | None) -> None:
         if worker is None:
@@ -304,8 +306,8 @@ class OrchestratorMachine:
         living = Living(self.state)
         for (name, incarnation), used_tokens in self._pressures.items():
             if (name, incarnation) in living:
-                found = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
-                self._observed.append(found)
+                pressure = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
+                self._observed.append(pressure)
         for (name, incarnation), requests in self._off_engine.items():
             if (name, incarnation) in living:
                 self._observed.append(
@@ -344,7 +346,9 @@ class OrchestratorMachine:
         due = bool(state.trigger) and self._caught_up
         plans = self._caught_up and not self._pace.puts_off(state, self._folded)
         decisions = decide(state, samplers=self._samplers) if plans else []
-        self._time_groups((one.spec.group for one in decisions if isinstance(one, Dispatch)), now)
+        self._time_groups(
+            (decision.spec.group for decision in decisions if isinstance(decision, Dispatch)), now
+        )
         self._more = is_cut(decisions) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
@@ -402,8 +406,8 @@ class OrchestratorMachine:
         if self._times is not None:
             self._times.keep(Generating(self.state))
         living = Living(self.state)
-        self._statuses = {at: one for at, one in self._statuses.items() if at in living}
-        self._press_due_ns = {at: due for at, due in self._press_due_ns.items() if at in living}
+        self._statuses = {key: status for key, status in self._statuses.items() if key in living}
+        self._press_due_ns = {key: due for key, due in self._press_due_ns.items() if key in living}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(

@@ -59,8 +59,8 @@ class _FreeSlots:
     """Free slots, fewest first, so that the fullest workers fill up."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
-        open_ = [one for one in workers if _free_slots_on(one)]
-        open_.sort(key=lambda one: (one.slots - one.load, one.name), reverse=True)
+        open_ = [worker for worker in workers if _free_slots_on(worker)]
+        open_.sort(key=lambda worker: (worker.slots - worker.load, worker.name), reverse=True)
         self._open = open_
         self.free = sum(map(_free_slots_on, open_))
 
@@ -109,8 +109,8 @@ def _relieved(state: State) -> Iterator[Moved]:
         share = 1 - most / worker.pressed
         cached = max(1, len(worker.requests) - worker.off_engine)  # Only these have a cache.
         count = min(cached - 1, int(share * cached) + 1)
-        newest = sorted(worker.requests, key=lambda one: (-state.requests[one].began_ns, one))
-        chosen = [one for one in newest if _may_move(state, state.requests[one], rested=True)]
+        newest = sorted(worker.requests, key=lambda name: (-state.requests[name].began_ns, name))
+        chosen = [name for name in newest if _may_move(state, state.requests[name], rested=True)]
         full = f"the KV cache of {name} holds {worker.pressed} of {worker.kv_tokens} tokens"
         yield from _off(state, worker, chosen[:count], free_slots, full)
 
@@ -122,7 +122,7 @@ def _off(
         version = _version(state, name)
         if version not in free_slots:
             free_slots[version] = _FreeSlots(
-                one for one in _hosts(state, version) if one is not worker
+                host for host in _hosts(state, version) if host is not worker
             )
         to = free_slots[version].take()
         if to is not None and to is not worker:
@@ -131,39 +131,39 @@ def _off(
 
 def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
     """Empty older workers, emptiest first."""
-    wanted = serving.wanted_of_newest(state, admissible)
+    needed = serving.wanted_of_newest(state, admissible)
     emptying = state.index.emptying.values()
-    coming = sum(one.slots for one in emptying if one.target != state.version)
+    coming = sum(worker.slots for worker in emptying if worker.target != state.version)
     have = state.index.free(state.version) + coming
-    if wanted <= have:
+    if needed <= have:
         return
     outlook = Outlook(state.seen)
     spare, free_slots = _spare(state)
-    for worker in sorted(spare, key=lambda one: (one.load, one.name)):
-        if wanted <= have:
+    for worker in sorted(spare, key=lambda other: (other.load, other.name)):
+        if needed <= have:
             return
         names = staying(state, worker)
         if not _fits(state, worker, names, free_slots[worker.target].free, rested=True):
             continue
-        if not _pays(state, worker, names, min(worker.slots, wanted - have), outlook):
+        if not _pays(state, worker, names, min(worker.slots, needed - have), outlook):
             continue
         have += worker.slots
-        why = f"frees {worker.name} for version {state.version}, {wanted} requests of which wait"
+        why = f"frees {worker.name} for version {state.version}, {needed} requests of which wait"
         yield from _empty(worker, names, free_slots[worker.target], why)
 
 
 def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
     spare, free_slots = _spare(state)
-    spare.sort(key=lambda one: (one.load, one.name))
-    spared = {one.name for one in spare}
+    spare.sort(key=lambda worker: (worker.load, worker.name))
+    spared = {worker.name for worker in spare}
     for version in orphans[len(state.index.emptying) :]:
-        newer = [one for one in serving.newest_and_emptiest(state) if one.target > version]
+        newer = [worker for worker in serving.newest_and_emptiest(state) if worker.target > version]
         for worker in [*spare, *newer]:
             names = staying(state, worker)
-            at = free_slots[worker.target] if worker.name in spared else _fellows(state, worker)
-            if not names or not _fits(state, worker, names, at.free, rested=False):
+            slots = free_slots[worker.target] if worker.name in spared else _fellows(state, worker)
+            if not names or not _fits(state, worker, names, slots.free, rested=False):
                 continue
-            yield from _empty(worker, names, at, f"version {version} has no host")
+            yield from _empty(worker, names, slots, f"version {version} has no host")
             break
 
 
@@ -184,9 +184,11 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
         if not 0 <= version < state.version or not hosts.free:
             continue
         kept = serving.kept(state, version)
-        names = {one.name for one in kept}
+        names = {worker.name for worker in kept}
         names.update(state.residents)
-        rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
+        rest = [
+            worker for worker in hosts.workers.values() if worker.name not in names and worker.load
+        ]
         if rest:
             free_slots[version] = _FreeSlots(kept)
             spare += rest
@@ -196,18 +198,18 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
 def _hosts(state: State, version: int) -> list[Worker]:
     hosts = state.index.hosts.get(version)
     alone = hosts.workers.values() if hosts is not None else ()
-    single = [one for one in alone if one.name not in state.residents]
+    single = [worker for worker in alone if worker.name not in state.residents]
     return single + serving.holders(state, version)
 
 
 def _fellows(state: State, worker: Worker) -> _FreeSlots:
     workers = state.index.hosts[worker.target].workers.values()
-    return _FreeSlots(one for one in workers if one is not worker)
+    return _FreeSlots(other for other in workers if other is not worker)
 
 
 def staying(state: State, worker: Worker) -> list[str]:
     """Return requests that are not moving."""
-    return sorted(one for one in worker.requests if state.requests[one].moving is None)
+    return sorted(name for name in worker.requests if state.requests[name].moving is None)
 
 
 def _fits(state: State, worker: Worker, names: list[str], free: int, *, rested: bool) -> bool:

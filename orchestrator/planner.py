@@ -123,22 +123,25 @@ class Draft:
         """
         state = self.state
         request = state.requests[trajectory]
-        at = (request.group, worker.name)
-        placing = self._places.get(at)
+        key = (request.group, worker.name)
+        placing = self._places.get(key)
         if placing is None:
             placing = _Placing(state.groups[request.group].spec, worker, reason)
-            self._places[at] = placing
+            self._places[key] = placing
             self._decisions.append(placing)
         attempt = request.attempt + 1
-        one = ScheduledSample(
+        sample = ScheduledSample(
             sample=request.sample, attempt=attempt, resume=request.resume, kv=request.kv
         )
-        placing.samples.append(one)
+        placing.samples.append(sample)
         state_ops.place(state, trajectory, attempt, worker)
         self._size += 1
 
     def decisions(self) -> list[AnyDecision]:
-        return [one.decision() if isinstance(one, _Placing) else one for one in self._decisions]
+        return [
+            decision.decision() if isinstance(decision, _Placing) else decision
+            for decision in self._decisions
+        ]
 
     @property
     def full(self) -> bool:
@@ -185,10 +188,10 @@ def _end_samples(draft: Draft) -> None:
         if draft.full:
             return
         group = state.groups[name]
-        left = state_ops.left_of(group)
+        samples = state_ops.left_of(group)
         reason = _WHY_LEFT[outcome].format(valid=group.valid, size=group.spec.size)
         _cancel_samples(draft, group, reason)
-        draft.add(EndSamples(group=name, samples=left, outcome=outcome, reason=reason))
+        draft.add(EndSamples(group=name, samples=samples, outcome=outcome, reason=reason))
 
 
 _WHY_LEFT: Final[dict[SampleOutcome, str]] = {
@@ -242,12 +245,14 @@ def latest(state: State, count: int) -> list[Group]:
         for name in reversed(generating[deadline])
     )
     both = heapq.merge(running, reversed(state.finished), reverse=True)
-    return [state.groups[one.group] for one in islice(both, count)]
+    return [state.groups[key.group] for key in islice(both, count)]
 
 
 def _evaluations(state: State) -> list[Group]:
-    found = [group for group in state.groups.values() if group.spec.purpose == "eval"]
-    return sorted((one for one in found if may_cancel(state, one)), key=lambda one: one.key)
+    groups = [group for group in state.groups.values() if group.spec.purpose == "eval"]
+    return sorted(
+        (group for group in groups if may_cancel(state, group)), key=lambda group: group.key
+    )
 
 
 def _cancel_samples(draft: Draft, group: Group, reason: str) -> None:
@@ -272,10 +277,10 @@ def _take_batch(draft: Draft) -> None:
         return
     if state.redundant:
         return  # The plan is full.
-    at = state.standing()
-    if at.step >= at.steps:
+    standing = state.standing()
+    if standing.step >= standing.steps:
         return
-    batch = [] if at.training else batch_due(state)
+    batch = [] if standing.training else batch_due(state)
     if not batch:
         _take_parts(draft)
         return
@@ -287,10 +292,10 @@ def _take_batch(draft: Draft) -> None:
     reason += f"; {in_flight:g} batches in flight from now on" if in_flight else ""
     draft.take(
         TakeBatch(
-            step=at.step,
+            step=standing.step,
             attempt=state.attempt,
             groups=groups,
-            settings=settings_in_force(state.config, at.step),
+            settings=settings_in_force(state.config, standing.step),
             pins=pinned(state),
             parts=tuple(map(len, state.parts)),
             in_flight=in_flight,
@@ -359,8 +364,8 @@ def _assign(draft: Draft) -> None:
     if draft.full or not (state.index.idle or state.partial_rollout or state.residents):
         return
     held = colocated.held(state)
-    while not draft.full and (found := serving.orphan_assignment(state, held)) is not None:
-        _assign_one(draft, *found)
+    while not draft.full and (orphan := serving.orphan_assignment(state, held)) is not None:
+        _assign_one(draft, *orphan)
     for assignment in serving.newest_assignments(state, may_still_admit(state), held):
         if draft.full:
             return
@@ -491,13 +496,13 @@ def size_of(decisions: Sequence[AnyDecision]) -> int:
     """Return the size: placements per request, batches per group, scorings per trajectory,
     others 1."""
     size = 0
-    for one in decisions:
-        if isinstance(one, Schedule):
-            size += len(one.samples)
-        elif isinstance(one, TakePart | TakeBatch):
-            size += len(one.groups)
-        elif isinstance(one, ScoreGroup):
-            size += len(one.trajectories)
+    for decision in decisions:
+        if isinstance(decision, Schedule):
+            size += len(decision.samples)
+        elif isinstance(decision, TakePart | TakeBatch):
+            size += len(decision.groups)
+        elif isinstance(decision, ScoreGroup):
+            size += len(decision.trajectories)
         else:
             size += 1
     return size

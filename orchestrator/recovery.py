@@ -93,11 +93,11 @@ def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterato
     `read_rounds`."""
     state = State() if start is None else start.state
     decisions_from = 0 if start is None else start.decisions_next
-    for at in read_rounds(
+    for read in read_rounds(
         bus, topics, decisions_from=decisions_from, control_from=state.control_next
     ):
-        fold_round(state, at.round, at.folded())
-        yield Folded(at=at, state=state)
+        fold_round(state, read.round, read.folded())
+        yield Folded(at=read, state=state)
 
 
 def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
@@ -111,10 +111,10 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
     run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
     for record in _all(bus, control, state.control_next, bus.end(control)):
-        found = read_control(record.value)
-        run_started = run_started or isinstance(found, RunStarted)
-        if isinstance(found, RoleStarted) and found.role == "orchestrator":
-            incarnation = max(incarnation, found.incarnation)
+        decoded = read_control(record.value)
+        run_started = run_started or isinstance(decoded, RunStarted)
+        if isinstance(decoded, RoleStarted) and decoded.role == "orchestrator":
+            incarnation = max(incarnation, decoded.incarnation)
     return Recovered(
         state=state,
         control_next=state.control_next,
@@ -127,39 +127,41 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
 def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
     decisions = TopicPartition(topics.decisions, 0)
     end = bus.end(decisions)
-    for found in candidates(snapshots, topics.run):
+    for snapshot in candidates(snapshots, topics.run):
         value = None
-        if found.offset < end:
-            first = next(_all(bus, decisions, found.offset, end), None)
-            value = first.value if first is not None and first.offset == found.offset else None
-        why = fits_log(found, value)
+        if snapshot.offset < end:
+            first = next(_all(bus, decisions, snapshot.offset, end), None)
+            value = first.value if first is not None and first.offset == snapshot.offset else None
+        why = fits_log(snapshot, value)
         if not why:
-            LOG.info("state after round %d from a snapshot", found.state.rounds - 1)
-            return found
-        LOG.warning("snapshot at decisions offset %d skipped: %s", found.offset, why)
+            LOG.info("state after round %d from a snapshot", snapshot.state.rounds - 1)
+            return snapshot
+        LOG.warning("snapshot at decisions offset %d skipped: %s", snapshot.offset, why)
     LOG.info("no usable snapshot: folding the whole log")
     return None
 
 
 class _Tail:
-    def __init__(self, bus: Bus, at: TopicPartition, start: int) -> None:
-        self.end = bus.end(at)
-        self._records = _all(bus, at, start, self.end)
+    def __init__(self, bus: Bus, partition: TopicPartition, start: int) -> None:
+        self.end = bus.end(partition)
+        self._records = _all(bus, partition, start, self.end)
         self._ahead: Record | None = None
 
     def below(self, position: int) -> list[Record]:
-        found: list[Record] = []
+        records: list[Record] = []
         while True:
             self._ahead = self._ahead or next(self._records, None)
             if self._ahead is None or self._ahead.offset >= position:
-                return found
-            found.append(self._ahead)
+                return records
+            records.append(self._ahead)
             self._ahead = None
 
     def close(self) -> None:
         self._records.close()
 
 
-def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Generator[Record, None, None]:
-    with closing(bus.reader({at: start})) as reader:
-        yield from records_until(reader, {at: end})
+def _all(
+    bus: Bus, partition: TopicPartition, start: int, end: int
+) -> Generator[Record, None, None]:
+    with closing(bus.reader({partition: start})) as reader:
+        yield from records_until(reader, {partition: end})

@@ -125,8 +125,8 @@ def run_orchestrator(
 def _ports(
     run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
 ) -> Sequence[Port]:
-    found: list[Port] = [] if snapshots is None else [SnapshotPort(snapshots, run)]
-    return found if trimmed is None else [*found, TrimPort(trimmed.open_bus, sleep=clock.sleep)]
+    ports: list[Port] = [] if snapshots is None else [SnapshotPort(snapshots, run)]
+    return ports if trimmed is None else [*ports, TrimPort(trimmed.open_bus, sleep=clock.sleep)]
 
 
 def _partitions(bus: Bus, topics: Topics) -> list[TopicPartition]:
@@ -161,25 +161,28 @@ def start_machine(
     """Return a machine at the end of the log; announce its incarnation."""
     folded = (topics.control, topics.decisions)
     await_stable_offset(bus, [TopicPartition(topic, 0) for topic in folded], clock)
-    found = recover(bus, topics, snapshots)
-    if not found.run_started and run_started is None:
+    recovered = recover(bus, topics, snapshots)
+    if not recovered.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
-    incarnation = found.incarnation + 1
+    incarnation = recovered.incarnation + 1
     sources = {} if samplers is None else dict(samplers.sources)
     records = [_role_started(clock, instance, incarnation, sources)]
-    if not found.run_started and run_started is not None:
+    if not recovered.run_started and run_started is not None:
         records.insert(0, run_started)
-    if resumed_by and found.state.failures.halted:
+    if resumed_by and recovered.state.failures.halted:
         records.append(Command(at_ns=clock.wall_ns(), user=resumed_by, verb="resume"))
-    if not found.state.done:
+    if not recovered.state.done:
         writer.append([Append(topic=topics.control, value=encode(record)) for record in records])
     partitions = range(bus.partitions(topics.metrics))
     metrics = [TopicPartition(topics.metrics, partition) for partition in partitions]
     return OrchestratorMachine(
-        state=found.state,
+        state=recovered.state,
         topics=topics,
         incarnation=incarnation,
-        metrics={at: max(bus.begin(at), bus.end(at) - STATUS_TAIL) for at in metrics},
+        metrics={
+            partition: max(bus.begin(partition), bus.end(partition) - STATUS_TAIL)
+            for partition in metrics
+        },
         timing=timing,
         cost=meter.cost,
         snapshot_every=0 if snapshots is None else SNAPSHOT_EVERY,

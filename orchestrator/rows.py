@@ -86,8 +86,8 @@ class Weights:
     def draw(self, share: float) -> int:
         """Return the row at a share of the total weight, in [0, 1)."""
         sums = self._sums
-        found = bisect_right(sums, share * sums[-1])
-        return min(found, bisect_left(sums, sums[-1]))
+        index = bisect_right(sums, share * sums[-1])
+        return min(index, bisect_left(sums, sums[-1]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -39,8 +39,8 @@ class Scoring(msgspec.Struct, kw_only=True):
 
 def samples_of(group: Group) -> tuple[TakenTrajectory, ...]:
     """Return trajectories with a valid reward."""
-    ended = (one for one in group.results if one is not None and one.reward is not None)
-    return tuple(one.taken for one in ended if one.taken is not None)
+    ended = (result for result in group.results if result is not None and result.reward is not None)
+    return tuple(result.taken for result in ended if result.taken is not None)
 
 
 def is_due(state: State, group: Group) -> bool:
@@ -55,15 +55,17 @@ def is_due(state: State, group: Group) -> bool:
 
 def next_question(state: State) -> ScoreGroup | None:
     """Assign the earliest waiting group to the least busy worker; None if all are full."""
-    waiting = [state.groups[name] for name, one in state.scoring.items() if not one.worker]
+    waiting = [state.groups[name] for name, scoring in state.scoring.items() if not scoring.worker]
     if not waiting:
         return None
-    asked = Counter(one.worker for one in state.scoring.values())
-    usable = [one for one in state.workers.values() if one.usable]
-    worker = min(usable, key=lambda one: (asked[one.name], one.load, one.name), default=None)
+    asked = Counter(scoring.worker for scoring in state.scoring.values())
+    usable = [worker for worker in state.workers.values() if worker.usable]
+    worker = min(
+        usable, key=lambda worker: (asked[worker.name], worker.load, worker.name), default=None
+    )
     if worker is None or asked[worker.name] >= GROUPS_MAX:
         return None
-    return question(state, min(waiting, key=lambda one: one.key), worker)
+    return question(state, min(waiting, key=lambda group: group.key), worker)
 
 
 def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
@@ -86,13 +88,13 @@ def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
 
 def answer_error(group: Group, answer: GroupScored) -> str:
     """Return why an answer is wrong; empty if it is not."""
-    asked = [one.trajectory for one in samples_of(group)]
-    if [one.trajectory for one in answer.samples] != asked:
+    asked = [sample.trajectory for sample in samples_of(group)]
+    if [sample.trajectory for sample in answer.samples] != asked:
         return f"{group.spec.group} was scored with other trajectories than were asked about"
     if not all(map(_is_reward, answer.samples)):
         return f"a reward of {group.spec.group} is beyond {REWARD_MAX:g}"
     return ""
 
 
-def _is_reward(one: ScoredSample) -> bool:
-    return math.isfinite(one.reward) and abs(one.reward) <= REWARD_MAX
+def _is_reward(sample: ScoredSample) -> bool:
+    return math.isfinite(sample.reward) and abs(sample.reward) <= REWARD_MAX

@@ -34,17 +34,17 @@ Assignment = tuple[Worker, int, str]
 
 def orphans(state: State) -> list[int]:
     """Return versions with queued requests and no worker, oldest first."""
-    found = state.index.orphans(state.queues)
-    if found and state.residents:
-        return [version for version in found if not holders(state, version)]
-    return found
+    versions = state.index.orphans(state.queues)
+    if versions and state.residents:
+        return [version for version in versions if not holders(state, version)]
+    return versions
 
 
 def by_fullness(state: State, version: int) -> list[Worker]:
     """Return the workers of a version, fullest first, reassignable last."""
     idle = state.index.idle
     workers = state.index.hosts[version].workers.values()
-    return sorted(workers, key=lambda one: (-one.load, one.name in idle, one.name))
+    return sorted(workers, key=lambda worker: (-worker.load, worker.name in idle, worker.name))
 
 
 def kept(state: State, version: int) -> list[Worker]:
@@ -52,13 +52,13 @@ def kept(state: State, version: int) -> list[Worker]:
     if version not in state.index.hosts:
         return []
     need = state.index.hosts[version].load + len(state.queues.get(version, ()))
-    found: list[Worker] = []
+    workers: list[Worker] = []
     for worker in by_fullness(state, version):
         if need <= 0:
             break
         need -= worker.slots
-        found.append(worker)
-    return found
+        workers.append(worker)
+    return workers
 
 
 def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assignment | None:
@@ -80,7 +80,7 @@ def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assig
             and (worker.target > version or worker.name not in needed)
         ]
         if fit:
-            first = min(fit, key=lambda one: _reluctance(one, needed, state.version))
+            first = min(fit, key=lambda worker: _reluctance(worker, needed, state.version))
             count = len(state.queues[version])
             return first, version, f"{count} queued requests of version {version} have no host"
     return None
@@ -92,48 +92,50 @@ def newest_assignments(
     """Assign free workers to version t while its work exceeds its free slots."""
     if state.partial_rollout:
         return _interrupted(state)
-    found = _beside(state)
-    coming = sum(worker.free for worker, _, _ in found)
-    return found + _idle_for_newest(state, admissible, coming, held)
+    assignments = _beside(state)
+    coming = sum(worker.free for worker, _, _ in assignments)
+    return assignments + _idle_for_newest(state, admissible, coming, held)
 
 
 def _beside(state: State) -> list[Assignment]:
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     for worker in residents_for_newest(state):
         count = len(worker.requests)
         reason = f"version {state.version} is there, {count} requests of {worker.name} keep theirs"
-        found.append((worker, state.version, reason))
-    return found
+        assignments.append((worker, state.version, reason))
+    return assignments
 
 
 def _idle_for_newest(
     state: State, admissible: int, coming: int, held: frozenset[str]
 ) -> list[Assignment]:
     newest, idle = state.version, state.index.idle
-    wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest) + coming
-    if not idle or wanted <= free_slots:
+    waiting, free_slots = wanted_of_newest(state, admissible), state.index.free(newest) + coming
+    if not idle or waiting <= free_slots:
         return []
     needed = _needed(state)
     kept_ = needed | state.residents.keys() | held
-    free = [one for one in idle.values() if one.target != newest and one.name not in kept_]
-    found: list[Assignment] = []
-    for worker in sorted(free, key=lambda one: (one.target, one.name)):
-        if wanted <= free_slots:
+    free = [
+        worker for worker in idle.values() if worker.target != newest and worker.name not in kept_
+    ]
+    assignments: list[Assignment] = []
+    for worker in sorted(free, key=lambda other: (other.target, other.name)):
+        if waiting <= free_slots:
             break
         had = f"has run out of version {worker.target}" if worker.target >= 0 else "hosts nothing"
-        reason = f"version {newest} has {wanted} requests for {free_slots} free slots, "
-        found.append((worker, newest, f"{reason}{worker.name} {had}"))
+        reason = f"version {newest} has {waiting} requests for {free_slots} free slots, "
+        assignments.append((worker, newest, f"{reason}{worker.name} {had}"))
         free_slots += worker.slots
-    return found
+    return assignments
 
 
 def may_be_interrupted(state: State, worker: Worker) -> bool:
     """Report whether a worker's requests may continue under another version."""
-    return all(state.groups[group_of(one)].spec.purpose == "train" for one in worker.requests)
+    return all(state.groups[group_of(name)].spec.purpose == "train" for name in worker.requests)
 
 
 def _interrupted(state: State) -> list[Assignment]:
-    newest, found = state.version, []
+    newest, assignments = state.version, []
     for version in sorted(state.index.hosts):
         if version == newest or version in state.queues:
             continue
@@ -142,14 +144,14 @@ def _interrupted(state: State) -> list[Assignment]:
             worker = workers[name]
             if not worker.loading and may_be_interrupted(state, worker):
                 count = len(worker.requests)
-                found.append(
+                assignments.append(
                     (
                         worker,
                         newest,
                         f"version {newest} is there, {count} requests of {name} go on under it",
                     )
                 )
-    return found
+    return assignments
 
 
 def wanted_of_newest(state: State, admissible: int) -> int:
@@ -175,14 +177,14 @@ def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
             yield worker
         return
     workers = list(hosts.workers.values()) if newest else kept(state, version)
-    workers = [one for one in workers if one.name not in spared]
+    workers = [worker for worker in workers if worker.name not in spared]
     yield from spread(workers) if newest else pack(state, workers)
 
 
 def _places_of_older(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
     yield from spread(open_holders(state, version), all_open=True)
-    single = (one for one in kept(state, version) if one.name not in state.residents)
-    yield from pack(state, [one for one in single if one.name not in spared])
+    single = (worker for worker in kept(state, version) if worker.name not in state.residents)
+    yield from pack(state, [worker for worker in single if worker.name not in spared])
 
 
 def victims(state: State) -> set[str]:
@@ -190,25 +192,29 @@ def victims(state: State) -> set[str]:
     waiting = orphans(state)
     if not waiting:
         return set()
-    found = set(state.index.emptying) - state.residents.keys()
+    names = set(state.index.emptying) - state.residents.keys()
     busy = newest_and_emptiest(state)
-    for version in waiting[len(found) :]:
-        fit = (one for one in busy if one.target > version and one.name not in found)
-        found.update(one.name for one in [next(fit, None)] if one is not None)
-    return found
+    for version in waiting[len(names) :]:
+        fit = (worker for worker in busy if worker.target > version and worker.name not in names)
+        names.update(worker.name for worker in [next(fit, None)] if worker is not None)
+    return names
 
 
 def newest_and_emptiest(state: State) -> list[Worker]:
     """Return single-version workers, cheapest to give up first."""
     hosts = state.index.hosts.items()
-    busy = [one for version, found in hosts if version >= 0 for one in found.workers.values()]
-    busy = [one for one in busy if one.name not in state.residents]
-    return sorted(busy, key=lambda one: (-one.target, one.present, one.name))
+    busy = [worker for version, host in hosts if version >= 0 for worker in host.workers.values()]
+    busy = [worker for worker in busy if worker.name not in state.residents]
+    return sorted(busy, key=lambda worker: (-worker.target, worker.present, worker.name))
 
 
 def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Worker]:
     """Yield the worker with the most free slots repeatedly, then prefetch room."""
-    heap = [(one.load - one.slots, one.name, one) for one in workers if all_open or one.open]
+    heap = [
+        (worker.load - worker.slots, worker.name, worker)
+        for worker in workers
+        if all_open or worker.open
+    ]
     heapq.heapify(heap)
     while heap:
         worker = heap[0][2]
@@ -229,29 +235,31 @@ def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
 
 
 def _needed(state: State) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for version in state.queues:
         if version == state.version:
-            found.update(one.name for one in state.index.idle.values() if one.target == version)
+            names.update(
+                worker.name for worker in state.index.idle.values() if worker.target == version
+            )
         else:
-            found.update(_needed_of(state, version))
-    return found
+            names.update(_needed_of(state, version))
+    return names
 
 
 def _needed_of(state: State, version: int) -> list[str]:
     hosts = state.index.hosts.get(version)
-    idle = sorted(one.name for one in state.index.idle.values() if one.target == version)
+    idle = sorted(worker.name for worker in state.index.idle.values() if worker.target == version)
     if hosts is None or not idle:
         return []
     slots = [hosts.workers[name].slots for name in idle]
     need = hosts.load + len(state.queues[version]) - (hosts.slots - sum(slots))
-    found = []
+    packed = []
     for name, size in zip(idle, slots, strict=True):
         if need <= 0:
             break
         need -= size
-        found.append(name)
-    return found
+        packed.append(name)
+    return packed
 
 
 def _reluctance(worker: Worker, needed: set[str], newest: int) -> tuple[bool, bool, int, str]:
@@ -281,13 +289,13 @@ def holders(state: State, version: int) -> list[Worker]:
 
 def open_holders(state: State, version: int) -> list[Worker]:
     """Return `holders` that accept requests, even while loading."""
-    return [one for one in holders(state, version) if not one.pressed and one.room > 0]
+    return [worker for worker in holders(state, version) if not worker.pressed and worker.room > 0]
 
 
 def needed_versions(state: State, worker: Worker) -> set[int]:
     """Return versions a worker must not drop."""
     held = state.residents[worker.name].held
-    running = {state.groups[group_of(one)].spec.version for one in worker.requests}
+    running = {state.groups[group_of(name)].spec.version for name in worker.requests}
     return running | (state.queues.keys() & set(held))
 
 
@@ -295,12 +303,16 @@ def versions_to_drop(state: State, worker: Worker, version: int) -> tuple[int, .
     """Return versions to drop for an assignment; None without room."""
     residence = state.residents[worker.name]
     used = needed_versions(state, worker) | {version}
-    found = [one for one in residence.held if one not in state.pins and one not in used]
-    others = [one for one in residence.held if one not in used and one not in found]
-    over = len({*residence.held, version}) - len(found) - residence.most
-    if over > len(others):
+    unpinned = [
+        version for version in residence.held if version not in state.pins and version not in used
+    ]
+    pinned = [
+        version for version in residence.held if version not in used and version not in unpinned
+    ]
+    over = len({*residence.held, version}) - len(unpinned) - residence.most
+    if over > len(pinned):
         return None
-    return tuple(sorted(found + others[: max(0, over)]))
+    return tuple(sorted(unpinned + pinned[: max(0, over)]))
 
 
 def assign_error(state: State, worker: Worker, version: int, drop: tuple[int, ...]) -> str:
@@ -318,19 +330,19 @@ def assign_error(state: State, worker: Worker, version: int, drop: tuple[int, ..
 
 def resident_for_orphan(state: State, version: int) -> Worker | None:
     """Return the emptiest multi-version worker with room for an orphan."""
-    found = [
+    workers = [
         worker
         for worker in (state.workers[name] for name in sorted(state.residents))
         if _may_change(worker) and versions_to_drop(state, worker, version) is not None
     ]
-    return min(found, key=lambda one: (one.load - one.slots, one.name), default=None)
+    return min(workers, key=lambda worker: (worker.load - worker.slots, worker.name), default=None)
 
 
 def residents_for_newest(state: State) -> list[Worker]:
     """Return multi-version workers with room that lack the newest."""
-    found: list[Worker] = []
+    residents: list[Worker] = []
     if not state.residents:
-        return found
+        return residents
     for version in sorted(state.index.hosts):
         if version == state.version:
             continue
@@ -338,8 +350,8 @@ def residents_for_newest(state: State) -> list[Worker]:
         for name in sorted(workers.keys() & state.residents.keys()):
             worker = workers[name]
             if _may_change(worker) and versions_to_drop(state, worker, state.version) is not None:
-                found.append(worker)
-    return found
+                residents.append(worker)
+    return residents
 
 
 def _may_change(worker: Worker) -> bool:

@@ -98,8 +98,8 @@ class Body:
         """Yield the bytes in pieces, to unblock the loop."""
         yield self.head
         for start in range(0, len(self.buckets), PIECE_BUCKETS):
-            some = self.buckets[start : start + PIECE_BUCKETS]
-            if piece := b"\n".join(chain.from_iterable(map(_LINES, some))):
+            buckets = self.buckets[start : start + PIECE_BUCKETS]
+            if piece := b"\n".join(chain.from_iterable(map(_LINES, buckets))):
                 yield b"\n" + piece
 
     def joined(self) -> bytes:
@@ -119,7 +119,7 @@ _FOLLOWS: Final = frozenset({"index", "leaves", "queues", "finished", "weights"}
 """Derived fields."""
 
 _SAVED: Final = tuple(
-    one.name for one in fields(State) if one.name not in {*_FOLLOWS, *TABLES.values()}
+    field.name for field in fields(State) if field.name not in {*_FOLLOWS, *TABLES.values()}
 )
 _HINTS: Final = get_type_hints(State)
 _HEAD: Final = msgspec.json.Decoder(
@@ -143,8 +143,8 @@ def body_of(state: State) -> Body:
 def state_of(body: bytes) -> State:
     """Decode a state. Raises msgspec.DecodeError, ValueError."""
     head, *lines = body.split(b"\n")
-    found = _HEAD.decode(head)
-    state = State(**{name: getattr(found, name) for name in _SAVED})
+    decoded = _HEAD.decode(head)
+    state = State(**{name: getattr(decoded, name) for name in _SAVED})
     for kind, name, value in sorted(_LINE.decode(line) for line in lines):
         getattr(state, TABLES[kind])[name] = _ENTITY[kind].decode(value)
     state.leaves = Leaves.of(state)

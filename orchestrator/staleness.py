@@ -86,47 +86,47 @@ def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
     return _excess(deadlines, step, per_step) is None
 
 
-def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
+def admissible(deadlines: Mapping[int, int], standing: Standing) -> int:
     """Return how many groups may be admitted now, one after the other.
 
     Planner and admission must share this function; different answers deadlock the run.
     """
-    return max(0, _room(deadlines, at)[0])
+    return max(0, _room(deadlines, standing)[0])
 
 
-def closed_by(deadlines: Mapping[int, int], at: Standing) -> str:
+def closed_by(deadlines: Mapping[int, int], standing: Standing) -> str:
     """Return the setting that blocks admission, with its value; empty if a group may be
     admitted."""
-    room, limit = _room(deadlines, at)
+    room, limit = _room(deadlines, standing)
     return limit if room <= 0 else ""
 
 
-def _room(deadlines: Mapping[int, int], at: Standing) -> tuple[int, str]:
+def _room(deadlines: Mapping[int, int], standing: Standing) -> tuple[int, str]:
     untaken = sum(deadlines.values())
-    in_training = at.per_step if at.training else 0
-    most = in_flight_max(at.async_batches, at.per_step)
+    in_training = standing.per_step if standing.training else 0
+    most = in_flight_max(standing.async_batches, standing.per_step)
     room = most - untaken - in_training
-    limit = f"staleness.async_batches = {at.async_batches:g} lets {most} groups be open"
-    if (left := (at.steps - at.step) * at.per_step - untaken) < room:
-        room, limit = left, f"run.steps = {at.steps} leaves no step for more groups"
+    limit = f"staleness.async_batches = {standing.async_batches:g} lets {most} groups be open"
+    if (remaining := (standing.steps - standing.step) * standing.per_step - untaken) < room:
+        room, limit = remaining, f"run.steps = {standing.steps} leaves no step for more groups"
     due = 0
-    for deadline in sorted({*deadlines, at.deadline}):
+    for deadline in sorted({*deadlines, standing.deadline}):
         due += deadlines.get(deadline, 0)
         if (
-            deadline >= at.deadline
-            and (left := (deadline - at.step + 1) * at.per_step - due) < room
+            deadline >= standing.deadline
+            and (remaining := (deadline - standing.step + 1) * standing.per_step - due) < room
         ):
-            eta = at.max_staleness
+            eta = standing.max_staleness
             room, limit = (
-                left,
+                remaining,
                 f"staleness.max_staleness = {eta}: {due} groups are due by step {deadline}",
             )
     return room, limit
 
 
-def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:
+def may_admit(deadlines: Mapping[int, int], standing: Standing) -> bool:
     """Report whether one more group keeps the bound."""
-    return admissible(deadlines, at) > 0
+    return admissible(deadlines, standing) > 0
 
 
 def next_batch(
@@ -213,9 +213,11 @@ def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int
     return None
 
 
-def redundant(deadlines: Mapping[int, int], at: Standing) -> int:
+def redundant(deadlines: Mapping[int, int], standing: Standing) -> int:
     """Return how many groups of U have no step left; they are cancelled, latest deadline first."""
-    return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
+    return max(
+        0, sum(deadlines.values()) - max(0, standing.steps - standing.step) * standing.per_step
+    )
 
 
 def _with_part(due: Mapping[int, int], part: Sequence[Finished], step: int) -> dict[int, int]:
@@ -227,8 +229,8 @@ def _without(
     deadlines: Mapping[int, int], batch: Sequence[Finished], *, step: int = 0, taken: int = 0
 ) -> dict[int, int]:
     rest = dict(deadlines)
-    for one in batch:
-        rest[one.deadline] -= 1
+    for group in batch:
+        rest[group.deadline] -= 1
     if taken:
         rest[step] -= taken
     return rest

@@ -120,16 +120,18 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     def taken(self) -> TakenGroup:
         """Return the group as a batch lists it, trajectories in order."""
-        ended = [one for one in self.results if one is not None and one.taken is not None]
+        ended = [
+            result for result in self.results if result is not None and result.taken is not None
+        ]
         return TakenGroup(
             group=self.spec.group,
             version=self.spec.version,
             deadline=self.spec.deadline,
-            trajectories=tuple([one.taken for one in ended if one.taken is not None]),
+            trajectories=tuple([result.taken for result in ended if result.taken is not None]),
             rewards={
-                one.taken.trajectory: one.reward
-                for one in ended
-                if one.scored and one.taken is not None and one.reward is not None
+                result.taken.trajectory: result.reward
+                for result in ended
+                if result.scored and result.taken is not None and result.reward is not None
             },
         )
 
@@ -204,8 +206,8 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     @property
     def free(self) -> int:
         """Free slots, at most the remaining open requests."""
-        left = self.most - len(self.requests) - self.arriving
-        return max(0, min(self.slots - self.load, left))
+        room = self.most - len(self.requests) - self.arriving
+        return max(0, min(self.slots - self.load, room))
 
     @property
     def room(self) -> int:

@@ -165,8 +165,8 @@ TIME_OVER: Final = "GroupExpired: it was open for longer than rollout.group_time
 def expire(state: State, group: Group) -> None:
     """Stop waiting for a generating group."""
     state.leaves.touch("group", group.spec.group)
-    left = trajectory_id(group.spec.group, left_of(group)[0])
-    _settle(state, group, error=TIME_OVER, trajectory=left, over=True)
+    name = trajectory_id(group.spec.group, left_of(group)[0])
+    _settle(state, group, error=TIME_OVER, trajectory=name, over=True)
     _leave_over(state, group, "expired")
 
 
@@ -185,12 +185,12 @@ def end_redundant(state: State, group: Group) -> None:
 
 def left_of(group: Group) -> tuple[int, ...]:
     """Return the sample indexes without a result."""
-    return tuple(place for place, one in enumerate(group.results) if one is None)
+    return tuple(sample for sample, result in enumerate(group.results) if result is None)
 
 
 def open_samples(state: State, group: Group) -> list[str]:
     """Return ids of a group's open requests."""
-    names = (trajectory_id(group.spec.group, one) for one in range(group.spec.samples))
+    names = (trajectory_id(group.spec.group, sample) for sample in range(group.spec.samples))
     return [name for name in names if name in state.requests]
 
 
@@ -199,22 +199,22 @@ def _settle(
 ) -> None:
     """Update a group after a trajectory ended, scoring finished, or (`over`) waiting ended."""
     assert state.config is not None
-    found = outcome_of(group, state.config.rollout, over=over)
-    if found is not None and found.outcome != "failed" and is_due(state, group):
+    verdict = outcome_of(group, state.config.rollout, over=over)
+    if verdict is not None and verdict.outcome != "failed" and is_due(state, group):
         group.phase = "scoring"
         state.scoring[group.spec.group] = Scoring()
         return
-    if found is not None and found.outcome in ("trained", "filtered"):
+    if verdict is not None and verdict.outcome in ("trained", "filtered"):
         curriculum.note_ended(state, group)
-    if found is COMPLETE:
+    if verdict is COMPLETE:
         group.phase = "finished"
         state.leaves.complete(group.taken())
         state.index.end(group.spec)
         insort(state.finished, group.key)
-    elif found is not None:
-        if found.outcome == "failed":
-            found = Verdict(outcome="failed", why=found.why, error=error, trajectory=trajectory)
-        set_ending(state, group, found)
+    elif verdict is not None:
+        if verdict.outcome == "failed":
+            verdict = Verdict(outcome="failed", why=verdict.why, error=error, trajectory=trajectory)
+        set_ending(state, group, verdict)
 
 
 def begin_scoring(state: State, group: Group, worker: Worker) -> None:
@@ -228,11 +228,11 @@ def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> Non
     """Store rewards by trajectory and settle the group."""
     del state.scoring[group.spec.group]
     state.leaves.touch("group", group.spec.group)
-    for place, one in enumerate(group.results):
-        if one is not None and one.taken is not None and one.reward is not None:
-            reward = rewards[one.taken.trajectory]
-            group.results[place] = Result(
-                taken=one.taken, reward=reward, tokens=one.tokens, scored=True
+    for sample, result in enumerate(group.results):
+        if result is not None and result.taken is not None and result.reward is not None:
+            reward = rewards[result.taken.trajectory]
+            group.results[sample] = Result(
+                taken=result.taken, reward=reward, tokens=result.tokens, scored=True
             )
     _settle(state, group)
 
@@ -251,7 +251,8 @@ def _fail_scoring(state: State, group: Group, error: str) -> None:
     del state.scoring[group.spec.group]
     state.leaves.touch("group", group.spec.group)
     group.results = [
-        one and Result(taken=one.taken, reward=None, tokens=one.tokens) for one in group.results
+        result and Result(taken=result.taken, reward=None, tokens=result.tokens)
+        for result in group.results
     ]
     group.valid = 0
     _settle(state, group, error=error, trajectory=trajectory_id(group.spec.group, 0))
@@ -282,11 +283,13 @@ def assign(
 ) -> None:
     """Assign a version to a worker; no reserved slots remain if it is to sleep."""
     worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
-    for one in drop:
-        state.residents[worker.name].held.remove(one)
+    for dropped in drop:
+        state.residents[worker.name].held.remove(dropped)
     if version == NO_VERSION:
         here = (worker.name, worker.incarnation)
-        for name in [one for one in state.released if state.requests[one].moving == here]:
+        for name in [
+            released for released in state.released if state.requests[released].moving == here
+        ]:
             _unaim(state, name, state.requests[name])
     state.touch(worker)
 
@@ -319,7 +322,7 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     """Remove an incarnation and queue its requests; only a loss counts as a failed attempt."""
     state.remove(worker)
     state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
-    for name in sorted(name for name, one in state.scoring.items() if one.by(worker)):
+    for name in sorted(name for name, scoring in state.scoring.items() if scoring.by(worker)):
         if orderly:
             state.scoring[name].worker, state.scoring[name].incarnation = "", -1
         else:
@@ -400,17 +403,17 @@ def fail_batch(state: State, training: Training) -> None:
 
 def in_flight_due(state: State) -> float | None:
     """Return the automatic limit from the next batch on; None if not automatic."""
-    known = in_flight_after(state)
-    return None if known is None else known.batches
+    limit = in_flight_after(state)
+    return None if limit is None else limit.batches
 
 
 def in_flight_after(state: State) -> InFlight | None:
     """Return the automatic limit's next state; None if not automatic."""
     assert state.config is not None
-    if (known := state.automatic) is None:
+    if (limit := state.automatic) is None:
         return None
     most = async_batches(state.config.staleness)
-    return known.at_batch(per_step=state.config.rollout.prompts_per_step, most=most)
+    return limit.at_batch(per_step=state.config.rollout.prompts_per_step, most=most)
 
 
 def end_training(state: State, training: Training) -> None:
@@ -440,7 +443,7 @@ def note_failure(state: State, group: Group) -> None:
     state.failures = note(
         state.failures,
         state.config.rollout,
-        at=ended(state.counters.outcomes),
+        ended_groups=ended(state.counters.outcomes),
         error=verdict.error or verdict.why,
         trajectory=verdict.trajectory or trajectory_id(group.spec.group, 0),
     )
@@ -450,7 +453,9 @@ def halt_now(state: State) -> Halt | None:
     """Return the halt if due."""
     if state.config is None:
         return None
-    return halt_due(state.failures, state.config.rollout, at=ended(state.counters.outcomes))
+    return halt_due(
+        state.failures, state.config.rollout, ended_groups=ended(state.counters.outcomes)
+    )
 
 
 def go_on_after_failures(state: State) -> None:
@@ -468,8 +473,8 @@ def new_version(state: State, digest: str) -> None:
         _follow(state)
     state.policies[state.version] = digest
     curriculum.new_version(state)
-    if (known := state.automatic) is not None:
-        state.in_flight = known.at_commit(len(state.finished) + len(state.in_parts))
+    if (limit := state.automatic) is not None:
+        state.in_flight = limit.at_commit(len(state.finished) + len(state.in_parts))
     state.trigger = f"version {state.version} is there"
 
 
@@ -557,11 +562,19 @@ def outcome_of(group: Group, rules: Rollout, *, over: bool = False) -> Verdict |
 
 
 def _evaluated(group: Group) -> Verdict:
-    rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
+    rewards = [
+        result.reward
+        for result in group.results
+        if result is not None and result.reward is not None
+    ]
     mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no valid reward"
     return Verdict(outcome="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
 
 
 def _all_equal(group: Group) -> bool:
-    rewards = {one.reward for one in group.results if one is not None and one.reward is not None}
+    rewards = {
+        result.reward
+        for result in group.results
+        if result is not None and result.reward is not None
+    }
     return len(rewards) <= 1

@@ -41,10 +41,10 @@ def waits(
     `held_back` are topics with unreadable records.
     """
     standing = _standing(state, since_ns)
-    found = ([] if standing is None else [standing]) + _hostless(state)
+    blocking = ([] if standing is None else [standing]) + _hostless(state)
     if held_back:
-        found.append(held_back_by(held_back))
-    return found
+        blocking.append(held_back_by(held_back))
+    return blocking
 
 
 def admission_limit(state: State) -> str:
@@ -78,19 +78,19 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
         blockers_ = [Blocker("role", "trainer"), Blocker("step", str(step))]
         return _still("trainer", words, str(step), "work", blockers_, since_ns)
     if not any(worker.usable for worker in state.workers.values()):
-        known = [Blocker("worker", name) for name in sorted(state.workers)]
-        return _still("worker", f"a worker{_rejection(state)}", "", "short", known)
+        workers = [Blocker("worker", name) for name in sorted(state.workers)]
+        return _still("worker", f"a worker{_rejection(state)}", "", "short", workers)
     if asleep_next := colocated.awaited(state) if colocated.step_stands(state) else []:
         step = state.version
         words = f"colocated workers to sleep, so that step {step} begins: {', '.join(asleep_next)}"
         blockers_ = [Blocker("worker", name) for name in asleep_next[:BLOCKERS_MAX]]
         more = len(asleep_next) - len(blockers_)
         return _still("colocated", words, str(step), "work", blockers_, more=more)
-    found = blockers(state, BLOCKERS_MAX)
-    if found.count:
-        named = [Blocker("group", group.spec.group) for group in found.first]
-        more = found.count - len(named)
-        words = _names(found) + (f", for part {len(state.parts)}" if in_parts(state) else "")
+    blocking = blockers(state, BLOCKERS_MAX)
+    if blocking.count:
+        named = [Blocker("group", group.spec.group) for group in blocking.first]
+        more = blocking.count - len(named)
+        words = _names(blocking) + (f", for part {len(state.parts)}" if in_parts(state) else "")
         return _still("groups", words, str(state.version), "work", named, since_ns, more)
     if state.paused:
         return _still("pause", "the end of a pause", "", "free", [Blocker("user", "resume")])
@@ -101,9 +101,9 @@ def _hostless(state: State) -> list[PendingWait]:
     served = {worker.target for worker in state.workers.values() if worker.usable}
     served.update(
         version
-        for name, one in state.residents.items()
+        for name, residence in state.residents.items()
         if state.workers[name].usable
-        for version in one.held
+        for version in residence.held
     )
     return [
         PendingWait(
@@ -120,7 +120,9 @@ def _hostless(state: State) -> list[PendingWait]:
 
 def _loading(state: State) -> list[Blocker]:
     workers = sorted(state.workers.values(), key=lambda worker: worker.name)
-    return [Blocker("worker", one.name) for one in workers if one.usable and one.loading]
+    return [
+        Blocker("worker", worker.name) for worker in workers if worker.usable and worker.loading
+    ]
 
 
 def _still(
@@ -146,25 +148,27 @@ def _still(
 
 def blockers(state: State, most: int) -> Blocking:
     """Return blocking groups, naming `most`; open evaluation groups at the end of the run."""
-    at = state.standing()
-    if at.step >= at.steps:
+    standing = state.standing()
+    if standing.step >= standing.steps:
         groups = state.groups.values()
         first = heapq.nsmallest(most, groups, key=lambda group: group.key)
         return Blocking(first=first, count=len(groups))
     lacks = lacking(
         state.finished,
         state.deadlines,
-        step=at.step,
-        per_step=at.per_step,
+        step=standing.step,
+        per_step=standing.per_step,
         taken=len(state.in_parts),
         size=part_size(state),
     )
     generating = state.index.generating
-    due = [one for one in sorted(generating) if lacks.until is None or one <= lacks.until]
-    names = islice(chain.from_iterable(generating[one] for one in due), most)
+    due = [
+        version for version in sorted(generating) if lacks.until is None or version <= lacks.until
+    ]
+    names = islice(chain.from_iterable(generating[version] for version in due), most)
     return Blocking(
         first=[state.groups[name] for name in names],
-        count=sum(len(generating[one]) for one in due),
+        count=sum(len(generating[version]) for version in due),
         lacks=lacks.count,
         until=lacks.until,
     )
@@ -175,15 +179,15 @@ def in_parts(state: State) -> bool:
     return bool(state.parts or part_size(state))
 
 
-def _names(found: Blocking) -> str:
-    names = ", ".join(_words(group) for group in found.first[:NAMED_MAX])
-    more = found.count - NAMED_MAX
+def _names(blocking: Blocking) -> str:
+    names = ", ".join(_words(group) for group in blocking.first[:NAMED_MAX])
+    more = blocking.count - NAMED_MAX
     return f"groups {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def _words(group: Group) -> str:
-    left = min(group.spec.samples - group.ended, group.spec.size - group.valid)
-    what = "scored together" if group.phase == "scoring" else f"{left} of {group.spec.size} open"
+    count = min(group.spec.samples - group.ended, group.spec.size - group.valid)
+    what = "scored together" if group.phase == "scoring" else f"{count} of {group.spec.size} open"
     return f"{group.spec.group} (version {group.spec.version}, {what})"
 
 

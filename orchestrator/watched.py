@@ -44,7 +44,10 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
 
 def watched_evaluation(config: Config) -> Evaluation | None:
     """Return the evaluation with `best` or `patience`, if any."""
-    return next((one for one in config.evaluations if one.best or one.patience), None)
+    return next(
+        (evaluation for evaluation in config.evaluations if evaluation.best or evaluation.patience),
+        None,
+    )
 
 
 def begun(watched: Watched | None, version: int) -> Watched:
@@ -55,18 +58,18 @@ def begun(watched: Watched | None, version: int) -> Watched:
 
 def ended(watched: Watched, version: int, rewards: Sequence[float], *, groups: int) -> Watched:
     """Add an ended group of a version with `groups` groups."""
-    found = tuple(
+    still_open = tuple(
         msgspec.structs.replace(
-            one,
-            groups=one.groups + 1,
-            rewards=one.rewards + len(rewards),
-            total=one.total + sum(rewards),
+            evaluation,
+            groups=evaluation.groups + 1,
+            rewards=evaluation.rewards + len(rewards),
+            total=evaluation.total + sum(rewards),
         )
-        if one.version == version
-        else one
-        for one in watched.open
+        if evaluation.version == version
+        else evaluation
+        for evaluation in watched.open
     )
-    watched = msgspec.structs.replace(watched, open=found)
+    watched = msgspec.structs.replace(watched, open=still_open)
     while watched.open and watched.open[0].groups >= groups:
         watched = _judged(watched)
     return watched
@@ -87,7 +90,7 @@ def kept(watched: Watched | None, config: Config) -> set[int]:
     evaluation = watched_evaluation(config)
     if watched is None or evaluation is None or not evaluation.best:
         return set()
-    return {watched.best, *(one.version for one in watched.open)} - {-1}
+    return {watched.best, *(evaluation.version for evaluation in watched.open)} - {-1}
 
 
 def stop_due(watched: Watched | None, config: Config) -> EarlyStop | None:

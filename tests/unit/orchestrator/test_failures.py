@@ -90,8 +90,8 @@ def test_later_the_share_of_the_window_decides() -> None:
     failures = Failures()
     for at in range(1, 2 * WINDOW_MIN + 1):
         if at > WINDOW_MIN and at % 4:
-            failures = note(failures, rules, at=at, error="E: x", trajectory=f"t{at}")
-        halt = halt_due(failures, rules, at=at)
+            failures = note(failures, rules, ended_groups=at, error="E: x", trajectory=f"t{at}")
+        halt = halt_due(failures, rules, ended_groups=at)
         if halt is not None:
             break
     in_window = [one for one in failures.failed if one.at > at - WINDOW_MIN]

@@ -291,10 +291,10 @@ def _present(
 ) -> Request | None:
     """Return the writer's open request; None, counted as superseded, if it has none."""
     request = state.requests.get(trajectory)
-    placed = (attempt, record.worker, record.incarnation)
+    scheduled = (attempt, record.worker, record.incarnation)
     if request is not None and request.group in state.redundant:
         request = None  # The next decision ends it.
-    if request is None or (request.attempt, request.worker, request.incarnation) != placed:
+    if request is None or (request.attempt, request.worker, request.incarnation) != scheduled:
         state.counters.superseded += 1
         return None
     return request

@@ -36,10 +36,10 @@ from dora_pipe.orchestrator.state_ops import (
     halt_now,
     in_flight_after,
     in_flight_due,
-    left_of,
+    missing_samples,
     note_failure,
     open_samples,
-    place,
+    schedule,
     set_ending,
     take_group,
     take_part,
@@ -135,7 +135,7 @@ def _is_watched(state: State, spec: GroupSpec) -> bool:
     return spec.purpose == "eval" and evaluation is not None and evaluation.name == spec.evaluation
 
 
-def _place(state: State, decision: Schedule) -> None:
+def _schedule(state: State, decision: Schedule) -> None:
     spec = decision.spec
     group = _group(state, spec.group)
     worker = _worker(state, decision.worker, decision.incarnation)
@@ -155,15 +155,15 @@ def _place(state: State, decision: Schedule) -> None:
     if len(set(names)) != len(names):
         raise InvariantBroken(f"a trajectory of {spec.group} is placed twice")
     both = zip(names, decision.samples, strict=True)
-    expected = sum(_check_placed(state, name, sample, worker) for name, sample in both)
+    expected = sum(_check_scheduled(state, name, sample, worker) for name, sample in both)
     more = len(names) - expected  # Reserved slots remain reserved.
     if more and worker.room < more:
         raise InvariantBroken(f"{worker.name} is full")
     for name, sample in zip(names, decision.samples, strict=True):
-        place(state, name, sample.attempt, worker)
+        schedule(state, name, sample.attempt, worker)
 
 
-def _check_placed(state: State, name: str, sample: ScheduledSample, worker: Worker) -> bool:
+def _check_scheduled(state: State, name: str, sample: ScheduledSample, worker: Worker) -> bool:
     request = _request(state, name)
     if request.worker:
         raise InvariantBroken(f"{name} is already placed")
@@ -176,13 +176,13 @@ def _check_placed(state: State, name: str, sample: ScheduledSample, worker: Work
     return request.moving == (worker.name, worker.incarnation)
 
 
-def _move(state: State, decision: Migrate) -> None:
+def _migrate(state: State, decision: Migrate) -> None:
     name = decision.trajectory
     request = _request(state, name)
     group = state.groups[request.group]
-    placed = (decision.attempt, decision.worker, decision.incarnation)
+    scheduled = (decision.attempt, decision.worker, decision.incarnation)
     current = (request.attempt, request.worker, request.incarnation)
-    _require(current == placed, f"{name} is not placed on that worker")
+    _require(current == scheduled, f"{name} is not placed on that worker")
     _require(request.moving is None, f"{name} is already moving")
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(request.group not in state.redundant, f"{name} is redundant")
@@ -204,9 +204,9 @@ def _move(state: State, decision: Migrate) -> None:
 
 def _cancel(state: State, decision: Cancel) -> None:
     request = _request(state, decision.trajectory)
-    placed = (decision.attempt, decision.worker, decision.incarnation)
+    scheduled = (decision.attempt, decision.worker, decision.incarnation)
     current = (request.attempt, request.worker, request.incarnation)
-    _require(current == placed, f"{decision.trajectory} is not placed on that worker")
+    _require(current == scheduled, f"{decision.trajectory} is not placed on that worker")
     drop(state, decision.trajectory)
 
 
@@ -388,7 +388,7 @@ def _end_samples(state: State, decision: EndSamples) -> None:
     _require(
         decision.outcome == outcome, f"trajectories of {decision.group} are not {decision.outcome}"
     )
-    same = decision.samples == left_of(group)
+    same = decision.samples == missing_samples(group)
     _require(same, f"{decision.group} has other trajectories left")
     _not_running(state, group)
     end_redundant(state, group)
@@ -476,8 +476,8 @@ def _require(holds: bool, otherwise: str) -> None:
 
 _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Dispatch: _dispatch,
-    Schedule: _place,
-    Migrate: _move,
+    Schedule: _schedule,
+    Migrate: _migrate,
     Cancel: _cancel,
     Assign: _assign,
     Drain: _drain,

@@ -65,7 +65,7 @@ def assign_error(state: State, worker: Worker, decision: Assign) -> str:
     return "" if step_stands(state) else f"{worker.name} sleeps without a step to train"
 
 
-def letting_go(state: State) -> list[Worker]:
+def emptying_before_sleep(state: State) -> list[Worker]:
     """Return workers with requests that are to sleep."""
     if not state.index.colocated:
         return []

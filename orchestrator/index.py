@@ -121,7 +121,7 @@ class Index:
 
     def remove(self, worker: Worker) -> None:
         before = self._seen.pop(worker.name)
-        self._leave(worker, before)
+        self._withdraw(worker, before)
         lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.colocated)
         for kept in lists:
             kept.pop(worker.name, None)
@@ -148,7 +148,7 @@ class Index:
 
     def _rehost(self, worker: Worker, before: _Seen | None, target: int | None, load: int) -> None:
         if before is not None:
-            self._leave(worker, before)
+            self._withdraw(worker, before)
         free = worker.free
         self._seen[worker.name] = _Seen(target, load, free, worker.slots)
         if target is None:
@@ -161,7 +161,7 @@ class Index:
         hosts.load += load
         hosts.free += free
 
-    def _leave(self, worker: Worker, before: _Seen) -> None:
+    def _withdraw(self, worker: Worker, before: _Seen) -> None:
         if before.target is None:
             return
         hosts = self.hosts[before.target]

@@ -83,7 +83,7 @@ def _free_slots_on(worker: Worker) -> int:
 
 def _to_sleep(state: State) -> Iterator[Moved]:
     """Queue requests: a step does not wait for free slots."""
-    for worker in colocated.letting_go(state):
+    for worker in colocated.emptying_before_sleep(state):
         for name in staying(state, worker):
             yield name, None, f"{worker.name} is to sleep; {len(worker.requests)} requests queue"
 

@@ -69,7 +69,7 @@ A group's cancels and end, an admitted group's placements, a batch and an evalua
 
 
 @dataclass(slots=True)
-class _Placing:
+class _Scheduling:
     """Requests of one group placed on one worker."""
 
     spec: GroupSpec
@@ -95,8 +95,8 @@ class Draft:
         self.limit = limit
         self.samplers = samplers
         self._size = 0
-        self._decisions: list[AnyDecision | _Placing] = []
-        self._places: dict[tuple[str, str], _Placing] = {}
+        self._decisions: list[AnyDecision | _Scheduling] = []
+        self._schedulings: dict[tuple[str, str], _Scheduling] = {}
 
     def add(self, decision: AnyDecision) -> None:
         """Add and apply a decision."""
@@ -116,7 +116,7 @@ class Draft:
         self._decisions.append(Dispatch(spec=spec, reason=reason, skipped=skipped))
         self._size += 1
 
-    def place(self, trajectory: str, worker: Worker, reason: str) -> None:
+    def schedule(self, trajectory: str, worker: Worker, reason: str) -> None:
         """Place a queued request on a worker with room.
 
         Placements of a group on a worker form one decision, at the position of the first.
@@ -124,22 +124,22 @@ class Draft:
         state = self.state
         request = state.requests[trajectory]
         key = (request.group, worker.name)
-        placing = self._places.get(key)
-        if placing is None:
-            placing = _Placing(state.groups[request.group].spec, worker, reason)
-            self._places[key] = placing
-            self._decisions.append(placing)
+        scheduling = self._schedulings.get(key)
+        if scheduling is None:
+            scheduling = _Scheduling(state.groups[request.group].spec, worker, reason)
+            self._schedulings[key] = scheduling
+            self._decisions.append(scheduling)
         attempt = request.attempt + 1
         sample = ScheduledSample(
             sample=request.sample, attempt=attempt, resume=request.resume, kv=request.kv
         )
-        placing.samples.append(sample)
-        state_ops.place(state, trajectory, attempt, worker)
+        scheduling.samples.append(sample)
+        state_ops.schedule(state, trajectory, attempt, worker)
         self._size += 1
 
     def decisions(self) -> list[AnyDecision]:
         return [
-            decision.decision() if isinstance(decision, _Placing) else decision
+            decision.decision() if isinstance(decision, _Scheduling) else decision
             for decision in self._decisions
         ]
 
@@ -188,7 +188,7 @@ def _end_samples(draft: Draft) -> None:
         if draft.full:
             return
         group = state.groups[name]
-        samples = state_ops.left_of(group)
+        samples = state_ops.missing_samples(group)
         reason = _WHY_LEFT[outcome].format(valid=group.valid, size=group.spec.size)
         _cancel_samples(draft, group, reason)
         draft.add(EndSamples(group=name, samples=samples, outcome=outcome, reason=reason))
@@ -387,27 +387,27 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
     )
 
 
-def _place_released(draft: Draft) -> None:
+def _schedule_released(draft: Draft) -> None:
     for name in sorted(draft.state.released):
-        worker = _kept_place(draft.state, name)
+        worker = _reserved_worker(draft.state, name)
         if worker is not None and not draft.full:
-            draft.place(name, worker, f"it moves here, where {worker.name} keeps a slot for it")
+            draft.schedule(name, worker, f"it moves here, where {worker.name} keeps a slot for it")
 
 
-def _place(draft: Draft) -> None:
+def _schedule(draft: Draft) -> None:
     state = draft.state
     if not state.queues:
         return
     spared = serving.victims(state)
     for version in sorted(state.queues):
-        for worker in serving.places(state, version, spared):
+        for worker in serving.open_workers(state, version, spared):
             if version not in state.queues or draft.full:
                 break
             first = state.queues[version][0].trajectory
-            draft.place(first, worker, f"its turn in the queue of version {version}")
+            draft.schedule(first, worker, f"its turn in the queue of version {version}")
 
 
-def _kept_place(state: State, trajectory: str) -> Worker | None:
+def _reserved_worker(state: State, trajectory: str) -> Worker | None:
     """Return a released request's destination if it still hosts the version."""
     request = state.requests[trajectory]
     assert request.moving is not None
@@ -419,9 +419,9 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
     return worker if serving.has_version(state, worker, version) else None
 
 
-def _move(draft: Draft) -> None:
+def _migrate(draft: Draft) -> None:
     state = draft.state
-    asked = state.trigger or serving.orphans(state) or colocated.letting_go(state)
+    asked = state.trigger or serving.orphans(state) or colocated.emptying_before_sleep(state)
     if not asked:
         return
     for name, to, reason in moves(state, may_still_admit(state)):
@@ -460,7 +460,7 @@ def _admit(draft: Draft) -> None:
             spec = train_spec(state, row)
             reason += f", {room} more may follow{row.why}"
             draft.dispatch(spec, reason, row.skipped)
-        draft.place(state.queues[state.version][0].trajectory, worker, "its group is admitted")
+        draft.schedule(state.queues[state.version][0].trajectory, worker, "its group is admitted")
 
 
 def _stop(draft: Draft) -> None:
@@ -482,10 +482,10 @@ _STAGES: Final = (
     _send_to_sleep,
     _score,
     _dispatch_evaluation,
-    _place_released,
+    _schedule_released,
     _assign,
-    _place,
-    _move,
+    _schedule,
+    _migrate,
     _admit,
     _stop,
 )

@@ -162,7 +162,7 @@ def wanted_of_newest(state: State, admissible: int) -> int:
     return admissible * (rollout.group_size + rollout.group_redundancy) + queued
 
 
-def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
+def open_workers(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
     """Yield a worker per queued request; the caller places it before the next."""
     newest = version == state.version
     if state.residents and not newest:

@@ -46,7 +46,7 @@ def admit(state: State, spec: GroupSpec) -> None:
         push(state.queues, state.queue_of(spec), queue_key(spec, sample))
 
 
-def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
+def schedule(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     """Place a queued request."""
     request = state.requests[trajectory]
     spec = state.groups[request.group].spec
@@ -84,7 +84,7 @@ ANYWHERE: Final = ("", -1)
 def requeue(state: State, trajectory: str) -> None:
     """Queue a placed request again."""
     request = state.requests[trajectory]
-    _unplace(state, trajectory, request)
+    _unschedule(state, trajectory, request)
     spec = state.groups[request.group].spec
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     state.counters.requeued += 1
@@ -146,7 +146,7 @@ def end_sample(state: State, trajectory: str, result: Result, *, error: str) -> 
     request = state.requests.pop(trajectory)
     if result.taken is not None:
         state.seen.lived(state.now_ns - request.began_ns)
-    _unplace(state, trajectory, request)
+    _unschedule(state, trajectory, request)
     group = state.groups[request.group]
     state.leaves.touch("group", request.group)
     assert group.results[request.sample] is None
@@ -156,7 +156,7 @@ def end_sample(state: State, trajectory: str, result: Result, *, error: str) -> 
     if group.phase == "generating":
         _settle(state, group, error=error, trajectory=trajectory)
         if group.phase != "generating":
-            _leave_over(state, group, "redundant")
+            _mark_redundant(state, group, "redundant")
 
 
 TIME_OVER: Final = "GroupExpired: it was open for longer than rollout.group_timeout_s"
@@ -165,12 +165,12 @@ TIME_OVER: Final = "GroupExpired: it was open for longer than rollout.group_time
 def expire(state: State, group: Group) -> None:
     """Stop waiting for a generating group."""
     state.leaves.touch("group", group.spec.group)
-    name = trajectory_id(group.spec.group, left_of(group)[0])
+    name = trajectory_id(group.spec.group, missing_samples(group)[0])
     _settle(state, group, error=TIME_OVER, trajectory=name, over=True)
-    _leave_over(state, group, "expired")
+    _mark_redundant(state, group, "expired")
 
 
-def _leave_over(state: State, group: Group, outcome: SampleOutcome) -> None:
+def _mark_redundant(state: State, group: Group, outcome: SampleOutcome) -> None:
     failed = group.verdict is not None and group.verdict.outcome == "failed"
     if group.ended < group.spec.samples and not (failed and outcome == "redundant"):
         state.redundant[group.spec.group] = outcome
@@ -183,7 +183,7 @@ def end_redundant(state: State, group: Group) -> None:
         drop(state, name)
 
 
-def left_of(group: Group) -> tuple[int, ...]:
+def missing_samples(group: Group) -> tuple[int, ...]:
     """Return the sample indexes without a result."""
     return tuple(sample for sample, result in enumerate(group.results) if result is None)
 
@@ -262,7 +262,7 @@ def drop(state: State, trajectory: str) -> None:
     """Drop an unneeded request."""
     request = state.requests.pop(trajectory)
     if request.worker:
-        _unplace(state, trajectory, request)
+        _unschedule(state, trajectory, request)
         return
     _unaim(state, trajectory, request)
     spec = state.groups[request.group].spec
@@ -485,7 +485,7 @@ def _follow(state: State) -> None:
         push(state.queues, state.queue_of(spec), key)
 
 
-def _unplace(state: State, trajectory: str, request: Request) -> None:
+def _unschedule(state: State, trajectory: str, request: Request) -> None:
     _unaim(state, trajectory, request)
     _take_off(state, trajectory, request)
     request.kv = None

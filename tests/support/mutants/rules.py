@@ -344,9 +344,9 @@ def _progress_lost(patches: Patches) -> None:
 
 def _placed_twice(patches: Patches) -> None:
     """Sample 0 of every third group stays queued after its placement."""
-    right, require = transitions.place, rules_decision._require
+    right, require = transitions.schedule, rules_decision._require
 
-    def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
+    def schedule(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
         again = state.requests[trajectory].worker
         if again:
             state.workers[again].requests.discard(trajectory)
@@ -359,7 +359,7 @@ def _placed_twice(patches: Patches) -> None:
     def lax(holds: bool, otherwise: str) -> None:
         require(holds or otherwise.endswith("is already placed"), otherwise)
 
-    patches.everywhere(transitions.place, place)
+    patches.everywhere(transitions.schedule, schedule)
     patches.put(rules_decision, "_require", lax)
 
 

@@ -48,7 +48,7 @@ def graph(model: ChatOpenAI) -> CompiledStateGraph:
 async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
     """The task scores its last answer."""
     numbers = row["numbers"]
-    question = " ".join(f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+    question = " ".join(f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
     model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, **CLIENTS)
     messages = [SystemMessage("Add the numbers."), HumanMessage(question)]
     try:

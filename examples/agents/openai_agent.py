@@ -41,7 +41,7 @@ async def run_by_chat(base_url: str, api_key: str, row: Mapping[str, Any]) -> st
 async def answer(provider: OpenAIProvider, row: Mapping[str, Any]) -> str:
     """Mistakes of the model (an unknown tool, no end) count as a wrong answer."""
     numbers = row["numbers"]
-    question = " ".join(f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+    question = " ".join(f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
     config = RunConfig(model="policy", model_provider=provider, tracing_disabled=True)
     try:
         result = await Runner.run(DESK, question, max_turns=TURNS_MAX, run_config=config)

@@ -55,30 +55,30 @@ def worked(numbers: Sequence[int], chance: random.Random) -> str:
     total, steps = numbers[0], []
     for number in numbers[1:]:
         wrong = chance.choice((-2, -1, 1, 2)) if chance.random() < WRONG_SHARE else 0
-        said = max(0, total + number + wrong)
-        steps.append(f"{total} + {number} = {said}.")
-        total = said
+        subtotal = max(0, total + number + wrong)
+        steps.append(f"{total} + {number} = {subtotal}.")
+        total = subtotal
     opening = "Let me think about it step by step. " if chance.random() < WORDY_SHARE else ""
     return f"{opening}{' '.join(steps)} \\boxed{{{total}}}"
 
 
 def rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
     """The rows of every file."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
+    rows_by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
     evaluated: set[tuple[int, ...]] = set()
     for name, count in ROWS.items():
         for _ in range(count):
             numbers = numbers_of(name, chance, evaluated)
             asked = {"role": "user", "content": question(numbers)}
             if name == "sft":
-                said = {"role": "assistant", "content": worked(numbers, chance)}
+                answer = {"role": "assistant", "content": worked(numbers, chance)}
                 system = {"role": "system", "content": SYSTEM}
-                found[name].append({"messages": [system, asked, said]})
+                rows_by_name[name].append({"messages": [system, asked, answer]})
             else:
-                found[name].append({"messages": [asked], "answer": str(sum(numbers))})
+                rows_by_name[name].append({"messages": [asked], "answer": str(sum(numbers))})
             if name in ("short", "long"):
                 evaluated.add(numbers)
-    return found
+    return rows_by_name
 
 
 def main() -> None:
@@ -92,13 +92,13 @@ def main() -> None:
     model = directory / "random"
     model.mkdir(parents=True, exist_ok=True)
     tables = rows(random.Random(17))
-    for name, found in tables.items():
-        pq.write_table(pa.Table.from_pylist(found), directory / f"{name}.parquet")
-    texts = [str(one["content"]) for row in tables["sft"] for one in row["messages"]]
+    for name, table in tables.items():
+        pq.write_table(pa.Table.from_pylist(table), directory / f"{name}.parquet")
+    texts = [str(message["content"]) for row in tables["sft"] for message in row["messages"]]
     parameters, vocabulary = write_chat_model(model, texts, shape=SHAPE, vocabulary=VOCABULARY)
     sys.stdout.write(
         f"{directory}: a model of {parameters} parameters and {vocabulary} tokens, "
-        f"{', '.join(f'{len(found)} rows of {name}' for name, found in tables.items())}\n"
+        f"{', '.join(f'{len(table)} rows of {name}' for name, table in tables.items())}\n"
     )
 
 

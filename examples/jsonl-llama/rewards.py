@@ -13,9 +13,9 @@ EXACT_SHARE = 0.5
 
 def score(row: Mapping[str, Any], text: str) -> Reward:
     """1 for the right answer and nothing else; less for some of its letters in their place."""
-    wanted, said = row["answer"], text.strip()
-    right = sum(a == b for a, b in zip(wanted, said, strict=False))
-    placed = right / max(len(wanted), len(said))
-    exact = float(said == wanted)
+    expected, answer = row["answer"], text.strip()
+    right = sum(a == b for a, b in zip(expected, answer, strict=False))
+    placed = right / max(len(expected), len(answer))
+    exact = float(answer == expected)
     value = EXACT_SHARE * exact + (1 - EXACT_SHARE) * placed
     return Reward(value=value, raw=exact, parts={"exact": exact, "placed": placed})

@@ -27,7 +27,9 @@ def main() -> None:
         with (directory / f"{name}.jsonl").open("w") as file:
             for _ in range(count):
                 numbers = [chance.randint(0, LARGEST) for _ in range(chance.randint(2, 4))]
-                named = (f"n{len(numbers) - at} {one}" for at, one in enumerate(numbers))
+                named = (
+                    f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers)
+                )
                 asked = [{"role": "user", "content": " ".join(named)}]
                 row = {"prompt": asked, "answer": f"answer {sum(numbers) % 100}"}
                 file.write(json.dumps(row) + "\n")

@@ -50,8 +50,8 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message and "method" in message:
-            said = answer(message["method"], message.get("params", {}))
-            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": message["id"], **said}) + "\n")
+            reply = answer(message["method"], message.get("params", {}))
+            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": message["id"], **reply}) + "\n")
             sys.stdout.flush()
 
 

@@ -32,11 +32,11 @@ ABOUT = {"name": "guess", "description": "Guess.", "version": "0.7"}
 
 def pages(connection: ServerConnection, request: Request) -> Response | None:
     """Answer a request without a websocket."""
-    found = {"/schema": SCHEMA, "/metadata": ABOUT}.get(request.path)
+    page = {"/schema": SCHEMA, "/metadata": ABOUT}.get(request.path)
     if request.path == "/ws":
         return None
-    status = HTTPStatus.NOT_FOUND if found is None else HTTPStatus.OK
-    body = json.dumps(found).encode()
+    status = HTTPStatus.NOT_FOUND if page is None else HTTPStatus.OK
+    body = json.dumps(page).encode()
     headers = Headers({"Content-Type": "application/json", "Content-Length": str(len(body))})
     return Response(status.value, status.phrase, headers, body)
 
@@ -82,8 +82,8 @@ def stepped(data: dict[str, Any], number: int) -> str:
 
 def observed(hint: str, reward: float | None, *, done: bool) -> str:
     """An observation."""
-    seen = {"hint": hint, "metadata": {}}
-    data = {"observation": seen, "reward": reward, "done": done}
+    observation = {"hint": hint, "metadata": {}}
+    data = {"observation": observation, "reward": reward, "done": done}
     return json.dumps({"type": "observation", "data": data})
 
 

@@ -40,42 +40,42 @@ async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
     """The sum of `row["numbers"]`, as the model finds it."""
     numbers = row["numbers"]
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
-    first, others = await asyncio.gather(
+    first, second = await asyncio.gather(
         add_up(client, numbers[:2], "left"), add_up(client, numbers[2:], "right")
     )
     total = None
-    if first is not None and others is not None:
-        total = await add_up(client, [first, others], "main")
+    if first is not None and second is not None:
+        total = await add_up(client, [first, second], "main")
     return "no answer" if total is None else f"answer {total}"
 
 
 async def add_up(client: openai.AsyncOpenAI, numbers: Sequence[int], caller: str) -> int | None:
     """Return the model's sum; None without an answer."""
-    left = list(numbers)
-    messages: list[Any] = [question(left)]
+    remaining = list(numbers)
+    messages: list[Any] = [question(remaining)]
     results = 0
     for _ in range(TURNS_MAX):
         answer = await client.chat.completions.create(
             model="policy", messages=messages, tools=[TOOL], user=caller
         )
-        said = answer.choices[0].message
-        if not said.tool_calls:
-            found = re.search(r"answer (\d+)$", said.content or "")
-            return int(found[1]) if found else None
-        messages.append(said)
-        for call in said.tool_calls:
+        reply = answer.choices[0].message
+        if not reply.tool_calls:
+            match = re.search(r"answer (\d+)$", reply.content or "")
+            return int(match[1]) if match else None
+        messages.append(reply)
+        for call in reply.tool_calls:
             total = calculator(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
-            left = [total, *left[2:]]
+            remaining = [total, *remaining[2:]]
             results += 1
-        if results >= RESULTS_MAX and len(left) > 1:
-            messages, results = [question(left)], 0
+        if results >= RESULTS_MAX and len(remaining) > 1:
+            messages, results = [question(remaining)], 0
     return None
 
 
 def question(numbers: Sequence[int]) -> dict[str, str]:
     """``n3 7 n2 5 n1 4``: the numbers, each with how many are left."""
-    named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+    named = (f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
     return {"role": "user", "content": " ".join(named)}
 
 

@@ -24,14 +24,14 @@ EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
     """Apply all rounds in log order."""
-    at = folded = 0
+    position = folded = 0
     for record in rounds:
         folded = json.loads(record.value)["control_next"]
-        start = at
-        while at < len(control) and control[at].offset < folded:
-            at += 1
-        ledger.take(record, control[start:at])
-    for record in control[at:]:
+        start = position
+        while position < len(control) and control[position].offset < folded:
+            position += 1
+        ledger.take(record, control[start:position])
+    for record in control[position:]:
         ledger.fact(record)
     check_cut(ledger, control, folded)
 
@@ -58,7 +58,7 @@ def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
 
 def report(ledger: Ledger, standings: Counter[str]) -> str:
     outcomes = Counter(group.outcome or "open" for group in ledger.groups.values())
-    told = {
+    totals = {
         "run": f"{ledger.started['run']} ({'finished' if ledger.stopped else 'not finished'})",
         "steps": len(ledger.commits),
         "rounds": ledger.rounds,
@@ -67,7 +67,7 @@ def report(ledger: Ledger, standings: Counter[str]) -> str:
         "compared": ledger.findings.looked,
         "findings": len(ledger.findings.lines),
     }
-    lines = [f"{name:9} {value}" for name, value in told.items()]
+    lines = [f"{name:9} {value}" for name, value in totals.items()]
     return "".join(f"{line}\n" for line in [*lines, *ledger.findings.lines])
 
 

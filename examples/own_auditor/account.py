@@ -59,23 +59,23 @@ class Group:
     @property
     def closed(self) -> str:
         """Return the outcome of open trajectories that it does not wait for."""
-        valid = sum(one["reward"] is not None for one in self.results)
+        valid = sum(result["reward"] is not None for result in self.results)
         full = self.spec.get("redundancy", 0) and valid >= self.spec["size"]
         return "expired" if self.expired else "redundant" if full else ""
 
     @property
     def results(self) -> list[Json]:
-        return [one.counts for one in self.requests.values() if one.counts is not None]
+        return [request.counts for request in self.requests.values() if request.counts is not None]
 
     @property
     def rewards(self) -> dict[str, float | None]:
-        own = {one["trajectory"]: one["reward"] for one in self.results}
+        own = {result["trajectory"]: result["reward"] for result in self.results}
         return dict.fromkeys(own) if self.unscored else own | self.scores
 
     @property
     def waits(self) -> bool:
         """Report whether group scores are missing."""
-        valid = any(one is not None for one in self.rewards.values())
+        valid = any(reward is not None for reward in self.rewards.values())
         return self.together and valid and not self.scores
 
 
@@ -129,8 +129,8 @@ class Ledger:
     def take(self, record: Record, control: Sequence[Record]) -> None:
         """Apply a round with its control records."""
         round_, self.at = json.loads(record.value), record.offset
-        for one in control:
-            self.fact(one)
+        for fact_record in control:
+            self.fact(fact_record)
         who, findings = f"round {round_['ordinal']}", self.findings
         findings.same("rounds", who, "ordinal", self.rounds, round_["ordinal"])
         newest = self.incarnations["orchestrator"]
@@ -144,8 +144,8 @@ class Ledger:
         findings.same("rounds", who, "chain", chain, round_.get("chain"))
         self.rounds, self.now_ns = round_["ordinal"] + 1, round_["now_ns"]
         self.chain = round_.get("chain", chain)
-        for seen in round_.get("observations", []):
-            self._tell(seen)
+        for observation in round_.get("observations", []):
+            self._tell(observation)
         for decision in round_.get("decisions", []):
             findings.holds("rounds", who, "decides after the run was stopped", not self.stopped)
             self._tell(decision)
@@ -157,18 +157,18 @@ class Ledger:
             kind = str(fact["kind"])
         except (ValueError, KeyError, TypeError):
             where = f"{self.started.get('run')}.control", record.partition, record.offset
-            known = where in self.buried
-            self.findings.holds("control", f"control:{record.offset}", "cannot be read", known)
+            buried = where in self.buried
+            self.findings.holds("control", f"control:{record.offset}", "cannot be read", buried)
             return
         if record.key:
-            where, found = f"control:{record.offset}", record.key.decode(errors="replace")
-            self.findings.same("control", where, "key", key_of(fact), found)
+            where, actual = f"control:{record.offset}", record.key.decode(errors="replace")
+            self.findings.same("control", where, "key", key_of(fact), actual)
         if kind == "run-started":
             digest = config_digest(record.value)
             self.findings.same("control", "config", "digest", digest, fact["config_digest"])
-            config, found = fact["config"]["run"], [fact["run"], fact["seed"]]
-            wanted = [config["name"], config["seed"]]
-            self.findings.same("control", "run-started", "run and seed", wanted, found)
+            config, actual = fact["config"]["run"], [fact["run"], fact["seed"]]
+            expected = [config["name"], config["seed"]]
+            self.findings.same("control", "run-started", "run and seed", expected, actual)
         self._tell(fact | {"at": record.offset})
 
     def _tell(self, record: Json) -> None:
@@ -260,15 +260,15 @@ class Ledger:
         if name in self.groups:
             self.findings.add("C2", name, "is dispatched a second time")
             return
-        for what, wanted in self._stamp(spec, decision.get("skipped", ())).items():
-            found = spec.get(what, {"task": "", "redundancy": 0}.get(what))
-            self.findings.same("decisions", name, what, wanted, found)
+        for what, expected in self._stamp(spec, decision.get("skipped", ())).items():
+            actual = spec.get(what, {"task": "", "redundancy": 0}.get(what))
+            self.findings.same("decisions", name, what, expected, actual)
         self.ordinals[spec["purpose"]] += 1
         ids = [f"{name}-{sample:03d}" for sample in range(spec["size"] + spec.get("redundancy", 0))]
         own = spec.get("task" if train else "evaluation")
         source = f"{spec['purpose']}/{own}" if own else spec["purpose"]
         together = source in self.started.get("scored_together", ())
-        requests = {one: Request() for one in ids}
+        requests = {name: Request() for name in ids}
         self.groups[name] = Group(spec, requests, self.now_ns, together=together)
         if train:
             for why in self.bound.dispatch(spec, self.newest):
@@ -278,7 +278,7 @@ class Ledger:
         train, version = spec["purpose"] == "train", self.newest
         ordinal = self.ordinals[spec["purpose"]]
         started, config = self.started, self.started["config"]
-        wanted = {
+        expected = {
             "ordinal": ordinal,
             "group": f"{'g' if train else 'e'}{ordinal:010d}",
             "partition": ordinal % config["bus"]["partitions"],
@@ -288,11 +288,11 @@ class Ledger:
         more = started.get("datasets", {})
         if not train:
             several = [config["evaluation"], *config.get("more_evaluations", ())]
-            of_name = {one.get("name", ""): one for one in several}
+            of_name = {task.get("name", ""): task for task in several}
             name = spec.get("evaluation", "")
             its = of_name.get(name, {})
             data = more.get(f"eval/{name}", {"digest": started["eval_digest"]})
-            return wanted | {
+            return expected | {
                 "deadline": -1,
                 "seed": derive("group", started["seed"], "eval", spec["index"]),
                 "size": its.get("group_size"),
@@ -304,12 +304,12 @@ class Ledger:
         own = {"digest": started["dataset_digest"], "rows": started["dataset_rows"]}
         data = more.get(f"train/{task}", own)
         self.skipped[task] += len(skipped)
-        place = self.of_task[task] + self.skipped[task]
-        data_epoch, index = prompt_of(started["seed"], place, data["rows"])
+        position = self.of_task[task] + self.skipped[task]
+        data_epoch, index = prompt_of(started["seed"], position, data["rows"])
         if self._tasks()[task].get("sampler"):  # needs the user's function
-            data_epoch, index = place // data["rows"], spec["index"] % data["rows"]
+            data_epoch, index = position // data["rows"], spec["index"] % data["rows"]
         self.of_task[task] += 1
-        return wanted | {
+        return expected | {
             "data_epoch": data_epoch,
             "index": index,
             "seed": derive("group", started["seed"], "train", ordinal),
@@ -322,18 +322,18 @@ class Ledger:
     def _task(self) -> str:
         """Return the next task: the first due one below its share."""
         tasks = list(self._tasks().values())
-        ratios = [Fraction(str(one.get("ratio", 1))) for one in tasks]
+        ratios = [Fraction(str(task.get("ratio", 1))) for task in tasks]
         number, due = sum(self.of_task.values()) + 1, []
-        for place, (one, ratio) in enumerate(zip(tasks, ratios, strict=True)):
-            had = self.of_task[one.get("name", "")]
+        for index, (task, ratio) in enumerate(zip(tasks, ratios, strict=True)):
+            had = self.of_task[task.get("name", "")]
             if had < number * ratio / sum(ratios):
-                due.append(((had + 1) / ratio, place))
+                due.append(((had + 1) / ratio, index))
         return str(tasks[min(due)[1]].get("name", ""))
 
     def _tasks(self) -> dict[str, Json]:
         config = self.started["config"]
         tasks = [config["task"], *config.get("more_tasks", ())]
-        return {one.get("name", ""): one for one in tasks}
+        return {task.get("name", ""): task for task in tasks}
 
     def _end(self, decision: Json) -> None:
         name = decision["group"]
@@ -393,42 +393,46 @@ class Ledger:
         self.groups[name.rpartition("-")[0]].requests[name].cancelled = True
         self._ended(name)
 
-    def _group_expired(self, seen: Json) -> None:
+    def _group_expired(self, observation: Json) -> None:
         group, most = (
-            self.groups[seen["group"]],
+            self.groups[observation["group"]],
             self.started["config"]["rollout"]["group_timeout_s"],
         )
         generates = not (group.outcome or group.closed) and not all(
-            one.over for one in group.requests.values()
+            request.over for request in group.requests.values()
         )
         early = self.now_ns - group.at_ns < int(most * 1e9)
-        self.findings.holds("decisions", seen["group"], "expires early", not early)
-        self.findings.holds("decisions", seen["group"], "expires without need", generates)
+        self.findings.holds("decisions", observation["group"], "expires early", not early)
+        self.findings.holds("decisions", observation["group"], "expires without need", generates)
         group.expired = True
         self._settle(group)
 
     def _end_samples(self, decision: Json) -> None:
         name, group = decision["group"], self.groups[decision["group"]]
         requests = list(enumerate(group.requests.items()))
-        left = [place for place, (_, one) in requests if one.cancelled or not one.over]
-        self.findings.same("decisions", name, "trajectories left", left, decision["samples"])
+        remaining = [
+            index for index, (_, request) in requests if request.cancelled or not request.over
+        ]
+        self.findings.same("decisions", name, "trajectories left", remaining, decision["samples"])
         self.findings.same("decisions", name, "their outcome", group.closed, decision["outcome"])
-        for place, (trajectory, one) in requests:
-            if place in left:
+        for index, (trajectory, request) in requests:
+            if index in remaining:
                 cancelled = f"{trajectory} runs and was not cancelled"
-                self.findings.holds("decisions", name, cancelled, one.placement is None or one.over)
+                self.findings.holds(
+                    "decisions", name, cancelled, request.placement is None or request.over
+                )
                 self._ended(trajectory)
 
     def _trajectories_logged(self, fact: Json) -> None:
         common = {name: fact[name] for name in ("worker", "incarnation", "version", "digest")}
-        for one in fact["trajectories"]:
-            self._entry(one | common)
+        for trajectory in fact["trajectories"]:
+            self._entry(trajectory | common)
 
     def _entry(self, entry: Json) -> None:
-        name, place = entry["trajectory"], (entry["partition"], entry["offset"])
-        if place in self.logged:
-            known = self.logged[place].entry
-            self.findings.same("control", name, f"logged again at {place}", known, entry)
+        name, location = entry["trajectory"], (entry["partition"], entry["offset"])
+        if location in self.logged:
+            earlier = self.logged[location].entry
+            self.findings.same("control", name, f"logged again at {location}", earlier, entry)
             return
         group = self.groups.get(name.rpartition("-")[0])
         if group is None or name not in group.requests:
@@ -444,7 +448,7 @@ class Ledger:
             for what in ("version", "digest", "partition"):
                 self.findings.same("C1", name, f"{what} logged", group.spec[what], entry[what])
             self._ended(name)
-        self.logged[place] = Logged(entry, standing)
+        self.logged[location] = Logged(entry, standing)
 
     def _placed(self, writer: Json, what: Json) -> Request | None:
         """Return the open request of an event."""
@@ -470,9 +474,9 @@ class Ledger:
 
     def _settle(self, group: Group) -> None:
         requests, rewards = group.requests.values(), list(group.rewards.values())
-        over = bool(group.closed) or all(one.over for one in requests)
-        left = 0 if over else sum(not one.over for one in requests)
-        self.bound.settle(group.spec, left, rewards, waits=group.waits)
+        over = bool(group.closed) or all(request.over for request in requests)
+        remaining = 0 if over else sum(not request.over for request in requests)
+        self.bound.settle(group.spec, remaining, rewards, waits=group.waits)
 
     # Groups that are scored together
 
@@ -482,15 +486,15 @@ class Ledger:
         asked = decision["attempt"], decision["worker"], decision["incarnation"]
         free = group.waits and group.asking is None and not group.outcome
         findings.holds("decisions", name, "is scored without need", free)
-        over = bool(group.closed) or all(one.over for one in group.requests.values())
+        over = bool(group.closed) or all(request.over for request in group.requests.values())
         findings.holds("decisions", name, "is scored before its trajectories have ended", over)
         in_ = self.workers.get(decision["incarnation"]) == decision["worker"]
         findings.holds("decisions", name, "is scored by who is out", in_)
         findings.same("decisions", name, "attempt", len(group.asked) + 1, decision["attempt"])
-        valid = [one for one in group.results if one["reward"] is not None]
-        wanted = [[one[what] for what in names] for one in valid]
-        found = [one[:6] for one in decision["trajectories"]]
-        findings.same("decisions", name, "records that are scored", wanted, found)
+        valid = [result for result in group.results if result["reward"] is not None]
+        expected = [[result[what] for what in names] for result in valid]
+        actual = [row[:6] for row in decision["trajectories"]]
+        findings.same("decisions", name, "records that are scored", expected, actual)
         group.asking = asked
         group.asked.append(asked)
         self.asking[name] = group
@@ -507,7 +511,7 @@ class Ledger:
             return
         group.asking = None
         del self.asking[fact["group"]]
-        group.scores = {one["trajectory"]: one["reward"] for one in fact["samples"]}
+        group.scores = {sample["trajectory"]: sample["reward"] for sample in fact["samples"]}
         self._settle(group)
 
     def _not_scored(self, group: Group, *, fault: bool, final: bool = False) -> None:
@@ -532,12 +536,12 @@ class Ledger:
 
     def _batch_refused(self, fact: Json) -> None:
         if self.bound.training == (fact["step"], fact["attempt"]):
-            offenders = {one["group"] for one in fact["offenders"]}
+            offenders = {offender["group"] for offender in fact["offenders"]}
             self.bound.give_back(
                 [
-                    self.groups[one["group"]].spec
-                    for one in self.takes[self.bound.training]["groups"]
-                    if one["group"] not in offenders
+                    self.groups[take["group"]].spec
+                    for take in self.takes[self.bound.training]["groups"]
+                    if take["group"] not in offenders
                 ]
             )
 
@@ -549,14 +553,14 @@ class Ledger:
         if self.bound.training != key:  # it lost the race against `fail-batch`
             once = step not in self.commits
             self.findings.holds("steps", f"step {step}", "is committed twice", once)
-            known = key in self.takes
-            self.findings.holds("batches", f"step {step}", "was never taken", known)
+            was_taken = key in self.takes
+            self.findings.holds("batches", f"step {step}", "was never taken", was_taken)
             return
         self.bound.training = None
         taken, trained = self.takes[key].get("parts", []), fact.get("parts", [])
         self.findings.same("batches", f"step {step}", "was trained in parts", taken, trained)
-        for one in fact["groups"]:
-            self.outcome(one["group"], "trained")
+        for group in fact["groups"]:
+            self.outcome(group["group"], "trained")
         self.commits[step] = fact | {"trainer": self.incarnations["trainer"]}
         self.versions[step + 1] = fact["policy"]
         self.dropped.update(fact.get("dropped", []))

@@ -15,7 +15,7 @@ MATTER = {"run.steps", "staleness.async_batches", "staleness.max_staleness"}
 def feasible(deadlines: Iterable[int], step: int, per_step: int) -> bool:
     """Report whether all deadlines can be met from `step` on."""
     turns = enumerate(sorted(deadlines))
-    return all(step + place // per_step <= deadline for place, deadline in turns)
+    return all(step + index // per_step <= deadline for index, deadline in turns)
 
 
 class Bound:
@@ -68,16 +68,16 @@ class Bound:
             yield "is dispatched against the bound"
 
     def settle(
-        self, spec: Json, left: int, rewards: Sequence[float | None], *, waits: bool = False
+        self, spec: Json, remaining: int, rewards: Sequence[float | None], *, waits: bool = False
     ) -> None:
         """Update a group: finished, doomed, or neither; it is not finished while it waits."""
         rules, name = self._config["rollout"], spec["group"]
         if name not in self._u:
             return
-        valid = [one for one in rewards if one is not None]
-        if len(valid) + left < min(rules["min_valid_trajectories"], spec["size"]):
+        valid = [reward for reward in rewards if reward is not None]
+        if len(valid) + remaining < min(rules["min_valid_trajectories"], spec["size"]):
             self.leave(name)
-        elif not left and not waits:
+        elif not remaining and not waits:
             if rules["filter_zero_advantage"] and len(set(valid)) <= 1:
                 self.leave(name)
             else:
@@ -94,13 +94,13 @@ class Bound:
     def _due(self, committed: int) -> list[int]:
         """Return the deadlines of U; parts are due at the next step."""
         held, step = {*self._held}, committed + (self.training is not None)
-        return [step if name in held else one["deadline"] for name, one in self._u.items()]
+        return [step if name in held else spec["deadline"] for name, spec in self._u.items()]
 
     def _earliest(self, count: int) -> list[str]:
         held = {*self._held}
-        free = [one for name, one in self._finished.items() if name not in held]
-        free.sort(key=lambda one: (one["deadline"], one["ordinal"]))
-        return [one["group"] for one in free[:count]]
+        free = [spec for name, spec in self._finished.items() if name not in held]
+        free.sort(key=lambda spec: (spec["deadline"], spec["ordinal"]))
+        return [spec["group"] for spec in free[:count]]
 
     def _not_next(self, decision: Json, step: int) -> Iterator[str]:
         if decision["step"] != step:
@@ -122,7 +122,7 @@ class Bound:
         self._has_parts(decision["part"])
         if self.training is not None and self._parts:
             yield f"has a second part while step {self.training[0]} trains"
-        taken = [one["group"] for one in decision["groups"]]
+        taken = [group["group"] for group in decision["groups"]]
         if taken != self._earliest(len(taken)):
             yield "has a part that is not of the earliest deadlines"
         self._parts.append(taken)
@@ -157,7 +157,7 @@ class Bound:
             yield f"names parts of {sizes} groups, which were not taken"
         held = self._held
         due = [*held, *self._earliest(self._per_step - len(held))]
-        taken = [one["group"] for one in decision["groups"]]
+        taken = [group["group"] for group in decision["groups"]]
         if taken != due:
             yield f"is not of the earliest deadlines: {sorted({*taken} ^ {*due})[:4]}"
         self._parts = []

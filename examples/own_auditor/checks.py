@@ -28,8 +28,8 @@ CONTRIBUTIONS = {
 
 def check_commits(ledger: Ledger) -> None:
     """Check the chain of steps."""
-    wanted = ledger.started["config"]["run"]["steps"] if ledger.stopped else ledger.newest
-    for step in range(ledger.newest if ledger.bound.commanded else wanted):
+    steps = ledger.started["config"]["run"]["steps"] if ledger.stopped else ledger.newest
+    for step in range(ledger.newest if ledger.bound.commanded else steps):
         ledger.findings.holds("steps", f"step {step}", "is missing", step in ledger.commits)
     for step, fact in ledger.commits.items():
         same, who = ledger.findings.same, f"step {step}"
@@ -63,8 +63,8 @@ def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
         findings.same("C3", name, f"{what} in step {step}", spec[what], taken[what])
     findings.same("batches", name, "rewards", group.scores, taken.get("rewards", {}))
     names = ("trajectory", *TAKEN)
-    counting = {one["trajectory"]: [one[what] for what in names] for one in group.results}
-    trained = {one[0]: one[:6] for one in taken["trajectories"]}
+    counting = {result["trajectory"]: [result[what] for what in names] for result in group.results}
+    trained = {row[0]: row[:6] for row in taken["trajectories"]}
     findings.same("C2", name, f"trajectories of step {step}", [*counting], [*trained])
     for who in counting.keys() & trained.keys():
         what = f"record that step {step} trained"
@@ -76,33 +76,33 @@ def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -
     standings: Counter[str] = Counter()
     missing = dict(ledger.logged)
     for record in records:
-        place = (record.partition, record.offset)
-        known = missing.pop(place, None)
-        who = record.headers.get("trajectory", f"trajectories:{place}")
+        location = (record.partition, record.offset)
+        entry = missing.pop(location, None)
+        who = record.headers.get("trajectory", f"trajectories:{location}")
         run = ledger.started["run"]
-        if (f"{run}.trajectories", *place) in ledger.buried and not _trained(ledger, known):
+        if (f"{run}.trajectories", *location) in ledger.buried and not _trained(ledger, entry):
             continue  # a dead letter
         ledger.findings.same("records", who, "run", run, record.headers.get("run"))
-        found = whole(record, store)
+        full = whole(record, store)
         named = record.headers.get("sha256")
-        ledger.findings.same("records", who, "sha256", named, of_value(named, found.value))
-        if known is None:
+        ledger.findings.same("records", who, "sha256", named, of_value(named, full.value))
+        if entry is None:
             standings[_standing(ledger, record.headers)] += 1
             dispatched = record.headers.get("group") in ledger.groups
             ledger.findings.holds("records", who, "was never dispatched", dispatched)
             continue
-        standings[known.standing] += 1
-        _check_record(ledger, found, known)
-    for place, logged in missing.items():
+        standings[entry.standing] += 1
+        _check_record(ledger, full, entry)
+    for location, logged in missing.items():
         who = logged.entry["trajectory"]
-        ledger.findings.add("records", who, f"was logged, but is not at {place}")
+        ledger.findings.add("records", who, f"was logged, but is not at {location}")
     return standings
 
 
-def _trained(ledger: Ledger, known: Logged | None) -> bool:
-    if known is None:
+def _trained(ledger: Ledger, logged: Logged | None) -> bool:
+    if logged is None:
         return False
-    return ledger.groups[known.entry["trajectory"].rpartition("-")[0]].outcome == "trained"
+    return ledger.groups[logged.entry["trajectory"].rpartition("-")[0]].outcome == "trained"
 
 
 def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
@@ -114,8 +114,8 @@ def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
     if incarnation in ledger.fenced:
         return "fenced"
     request = group.requests.get(headers.get("trajectory", "")) if group else None
-    known = request is not None and request.counts is not None
-    return "superseded" if known or incarnation not in ledger.workers else "pending"
+    counted = request is not None and request.counts is not None
+    return "superseded" if counted or incarnation not in ledger.workers else "pending"
 
 
 def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
@@ -147,15 +147,15 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
         findings.same(check, who, f"{what} in its value", headers.get(what), value)
     meta = row["meta"]
     findings.same("records", who, "finish logged", entry["finish"], meta["finish"])
-    said = entry.get("answer", ""), meta.get("reward_answer", "")
-    findings.same("records", who, "answer logged", *said)
+    answers = entry.get("answer", ""), meta.get("reward_answer", "")
+    findings.same("records", who, "answer logged", *answers)
     contexts = entry.get("contexts", 1), 1 + len(meta.get("contexts", ()))
     findings.same("records", who, "contexts logged", *contexts)
     calls = entry.get("calls", 0), len(meta.get("calls", ()))
     findings.same("records", who, "calls logged", *calls)
     if "parts" in entry:
-        known = _repeated(meta.get("reward_parts", {}))
-        findings.same("records", who, "parts logged", entry["parts"], known)
+        parts = _repeated(meta.get("reward_parts", {}))
+        findings.same("records", who, "parts logged", entry["parts"], parts)
     _check_value(ledger, who, spec, row)
 
 
@@ -175,8 +175,8 @@ def _numbers(headers: dict[str, str]) -> Json:
         "sampled",
         "schema_version",
     }
-    found: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
-    return found | {"reward": float(headers["reward"]) if headers.get("reward") else None}
+    json: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
+    return json | {"reward": float(headers["reward"]) if headers.get("reward") else None}
 
 
 def _said_by(row: Json) -> Json:
@@ -199,14 +199,14 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
     findings.same("records", who, "group_size", spec["size"], meta["group_size"])
     seed = derive("trajectory", spec["seed"], meta["sample"])
     findings.same("records", who, "seed", seed, meta["seed"])
-    present = [one is not None for one in row["logprobs"]]
-    findings.same("records", who, "log-probs where sampled", [one == 1 for one in mask], present)
-    ends = [0, *(one["end"] for one in row["segments"])]
-    starts = [*(one["start"] for one in row["segments"]), len(mask)]
+    present = [logprob is not None for logprob in row["logprobs"]]
+    findings.same("records", who, "log-probs where sampled", [bit == 1 for bit in mask], present)
+    ends = [0, *(segment["end"] for segment in row["segments"])]
+    starts = [*(segment["start"] for segment in row["segments"]), len(mask)]
     findings.same("records", who, "segments that tile the sequence", ends, starts)
     _check_calls(ledger, who, row)
     if not ledger.started["config"]["staleness"].get("partial_rollout"):
-        versions = {one["version"] for one in row["segments"] if one["kind"] == "model"}
+        versions = {segment["version"] for segment in row["segments"] if segment["kind"] == "model"}
         findings.same("C1", who, "versions that sampled", set(), versions - {row["version"]})
 
 
@@ -214,22 +214,22 @@ def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
     """Check that contexts begin with prompts and that calls cover all sampled tokens."""
     same, meta = ledger.findings.same, row["meta"]
     contexts, calls = meta.get("contexts", []), meta.get("calls", [])
-    prompts = [one["start"] for one in row["segments"] if one["kind"] == "prompt"]
-    same("records", who, "contexts", prompts[1:], [one["start"] for one in contexts])
+    prompts = [segment["start"] for segment in row["segments"] if segment["kind"] == "prompt"]
+    same("records", who, "contexts", prompts[1:], [context["start"] for context in contexts])
     if not calls:
         return
-    sampled = [place for place, one in enumerate(row["loss_mask"]) if one]
-    spans = sorted((one["start"], one["end"]) for one in calls)
-    of_calls = [place for start, end in spans for place in range(start, end)]
+    sampled = [index for index, bit in enumerate(row["loss_mask"]) if bit]
+    spans = sorted((call["start"], call["end"]) for call in calls)
+    of_calls = [index for start, end in spans for index in range(start, end)]
     same("records", who, "tokens of calls", sampled, of_calls)
-    seen = set()
-    for one in calls:
-        prompt = sha256(array("i", before(row["token_ids"], contexts, one["start"])).tobytes())
-        occurrence = one.get("occurrence", 0)
+    occurrences = set()
+    for call in calls:
+        prompt = sha256(array("i", before(row["token_ids"], contexts, call["start"])).tobytes())
+        occurrence = call.get("occurrence", 0)
         seed = derive("call", meta["seed"], prompt, occurrence)
-        same("records", who, f"seed of the call at {one['start']}", seed, one["seed"])
-        seen.add((prompt, occurrence))
-    same("records", who, "calls with a prompt and an occurrence", len(calls), len(seen))
+        same("records", who, f"seed of the call at {call['start']}", seed, call["seed"])
+        occurrences.add((prompt, occurrence))
+    same("records", who, "calls with a prompt and an occurrence", len(calls), len(occurrences))
 
 
 def check_store(ledger: Ledger, store: Path) -> None:
@@ -239,7 +239,9 @@ def check_store(ledger: Ledger, store: Path) -> None:
         path, who = store / "weights" / f"{manifest['digest']}.safetensors", f"version {version}"
         if path.exists() or version not in ledger.dropped:
             tensors, size = tensors_of(path) if path.exists() else ([], 0)
-            same("policies", who, "tensors", [one[:4] for one in manifest["tensors"]], tensors)
+            same(
+                "policies", who, "tensors", [tensor[:4] for tensor in manifest["tensors"]], tensors
+            )
             same("policies", who, "bytes", manifest["bytes"], size)
     for step, fact in ledger.commits.items():
         who, blob = f"contributions of step {step}", fact["contributions"]
@@ -266,10 +268,10 @@ def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
     types = {field.name: str(field.type) for field in table.schema}
     same("policies", who, "columns", CONTRIBUTIONS, {k: types.get(k) for k in CONTRIBUTIONS})
     entries: dict[str, Any] = {
-        one["trajectory"]: one
+        result["trajectory"]: result
         for taken in fact["groups"]
         if taken["group"] in ledger.groups
-        for one in ledger.groups[taken["group"]].results
+        for result in ledger.groups[taken["group"]].results
     }
     rewards: dict[str, float | None] = {}
     for taken in fact["groups"]:
@@ -278,13 +280,13 @@ def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
     rows = table.to_pylist()
     same("policies", who, "trajectories", sorted(entries), [row["trajectory"] for row in rows])
     for row in rows:
-        one = entries.get(row["trajectory"])
-        if one is None:
+        result = entries.get(row["trajectory"])
+        if result is None:
             continue
         reward = rewards[row["trajectory"]]
-        wanted = [one["version"], fact["step"] - one["version"], reward, one["tokens"]]
-        found = [row[name] for name in ("version", "staleness", "reward", "tokens")]
-        same("policies", row["trajectory"], f"{who} (version, staleness, ...)", wanted, found)
+        expected = [result["version"], fact["step"] - result["version"], reward, result["tokens"]]
+        actual = [row[name] for name in ("version", "staleness", "reward", "tokens")]
+        same("policies", row["trajectory"], f"{who} (version, staleness, ...)", expected, actual)
 
 
 def check_cut(ledger: Ledger, control: list[Record], folded: int) -> None:

@@ -32,58 +32,64 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]:
+def before(tokens: list[int], contexts: Sequence[Json], position: int) -> list[int]:
     """Return the tokens before an offset, within its context."""
-    for one in reversed(contexts):
-        if one["start"] <= place:
-            shared = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
-            return shared + tokens[one["start"] : place]
-    return tokens[:place]
+    for context in reversed(contexts):
+        if context["start"] <= position:
+            shared = _first(tokens, contexts, context.get("parent", -1), context.get("shared", 0))
+            return shared + tokens[context["start"] : position]
+    return tokens[:position]
 
 
 def _first(tokens: list[int], contexts: Sequence[Json], number: int, count: int) -> list[int]:
     """Return a context's first tokens; contexts count from 0."""
     if not count:
         return []
-    starts = [0, *(one["start"] for one in contexts), len(tokens)]
-    found: list[int] = []
+    starts = [0, *(context["start"] for context in contexts), len(tokens)]
+    ids: list[int] = []
     if number:
-        one = contexts[number - 1]
-        found = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
-    return (found + tokens[starts[number] : starts[number + 1]])[:count]
+        context = contexts[number - 1]
+        ids = _first(tokens, contexts, context.get("parent", -1), context.get("shared", 0))
+    return (ids + tokens[starts[number] : starts[number + 1]])[:count]
 
 
 def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
     """Return (data epoch, row) of a training group."""
-    epoch, place = divmod(ordinal, rows)
+    epoch, index = divmod(ordinal, rows)
     key = derive("order", seed, epoch)
     half = max(1, ((rows - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = place >> half, place & mask
+        left, right = index >> half, index & mask
         for turn in range(6):
             left, right = right, left ^ (derive(key, turn, right) & mask)
-        place = left << half | right
-        if place < rows:
-            return epoch, place
+        index = left << half | right
+        if index < rows:
+            return epoch, index
 
 
 def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
     """Return the chain after a round."""
     head, _, tail = value.rpartition(b',"chain":"')
     digest = hashlib.sha256(bytes.fromhex(before))
-    for one in control:
-        digest.update(one.offset.to_bytes(8, "big") + len(one.value).to_bytes(8, "big") + one.value)
+    for record in control:
+        digest.update(
+            record.offset.to_bytes(8, "big") + len(record.value).to_bytes(8, "big") + record.value
+        )
     digest.update(head + tail[65:])
     return digest.hexdigest()
 
 
 def batch_digest(groups: list[Json]) -> str:
     lines = ["dora-pipe batch 1"]
-    for group in sorted(groups, key=lambda one: str(one["group"])):
+    for group in sorted(groups, key=lambda group: str(group["group"])):
         lines.append(f"{group['group']}\t{group['version']}\t{group['deadline']}")
-        lines += ["\t".join(map(str, one[:6])) for one in sorted(group["trajectories"])]
-        lines += [f"{name}\t{one!r}" for name, one in sorted(group.get("rewards", {}).items())]
+        lines += [
+            "\t".join(map(str, trajectory[:6])) for trajectory in sorted(group["trajectories"])
+        ]
+        lines += [
+            f"{name}\t{reward!r}" for name, reward in sorted(group.get("rewards", {}).items())
+        ]
     return sha256("".join(f"{line}\n" for line in lines).encode())
 
 
@@ -110,9 +116,9 @@ def tensors_of(path: Path) -> tuple[list[list[Any]], int]:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(bytes(data[8 : 8 + length]))
     header.pop("__metadata__", None)
-    found = []
-    for name, one in header.items():
-        start, end = one["data_offsets"]
+    tensors = []
+    for name, tensor in header.items():
+        start, end = tensor["data_offsets"]
         part = data[8 + length + start : 8 + length + end]
-        found.append([name, one["dtype"], one["shape"], sha256(part)])
-    return sorted(found), len(data) - 8 - length
+        tensors.append([name, tensor["dtype"], tensor["shape"], sha256(part)])
+    return sorted(tensors), len(data) - 8 - length

@@ -73,33 +73,33 @@ def headers_of(data: bytes | None) -> dict[str, str]:
     """Decode MessagePack: an array of pairs of str and bin."""
     if not data:
         return {}
-    count, at = _length(data, 0)
-    found: dict[str, str] = {}
+    count, offset = _length(data, 0)
+    headers: dict[str, str] = {}
     for _ in range(count):
-        _, at = _length(data, at)  # the pair itself
-        size, at = _length(data, at)
-        name, at = data[at : at + size].decode(), at + size
-        size, at = _length(data, at)
-        found[name], at = data[at : at + size].decode("ascii"), at + size
-    return found
+        _, offset = _length(data, offset)  # the pair itself
+        size, offset = _length(data, offset)
+        name, offset = data[offset : offset + size].decode(), offset + size
+        size, offset = _length(data, offset)
+        headers[name], offset = data[offset : offset + size].decode("ascii"), offset + size
+    return headers
 
 
-def _length(data: bytes, at: int) -> tuple[int, int]:
+def _length(data: bytes, offset: int) -> tuple[int, int]:
     """Return the declared length of an array, str or bin, and the offset of its content."""
-    first = data[at]
+    first = data[offset]
     if 0x90 <= first <= 0x9F:
-        return first & 0x0F, at + 1
+        return first & 0x0F, offset + 1
     if 0xA0 <= first <= 0xBF:
-        return first & 0x1F, at + 1
+        return first & 0x1F, offset + 1
     width = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDC: 2}[first]
-    return int.from_bytes(data[at + 1 : at + 1 + width], "big"), at + 1 + width
+    return int.from_bytes(data[offset + 1 : offset + 1 + width], "big"), offset + 1 + width
 
 
 def buried(log: sqlite3.Connection, topic: str) -> set[tuple[str, int, int]]:
     """Return the places that dead letters name."""
-    letters = (one.headers.get("dead-letter") for one in records(log, topic))
+    letters = (record.headers.get("dead-letter") for record in records(log, topic))
     named = [json.loads(letter) for letter in letters if letter is not None]
-    return {(one["topic"], one["partition"], one["offset"]) for one in named}
+    return {(letter["topic"], letter["partition"], letter["offset"]) for letter in named}
 
 
 def whole(record: Record, store: Path) -> Record:

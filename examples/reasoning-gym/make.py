@@ -25,18 +25,18 @@ READ_ROWS = 256
 async def texts(config: Path) -> list[str]:
     """Yield the first message of the task for each row."""
     task = open_task(load_config(config, ()).task)
-    found = []
+    contents = []
     for row in task.rows("train")[:READ_ROWS]:
         world = task.environment(row)
         prompt: Any = task.prompt(row) if world is None else world.reset(row)
         prompt = await prompt if inspect.isawaitable(prompt) else prompt
-        said = [{"content": prompt}] if isinstance(prompt, str) else prompt
-        found += [str(one["content"]) for one in said]
+        messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+        contents += [str(message["content"]) for message in messages]
         close: Any = None if world is None else world.close
         closing = close() if close else None
         if inspect.isawaitable(closing):
             await closing
-    return found
+    return contents
 
 
 def main() -> None:

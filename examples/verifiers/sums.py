@@ -30,14 +30,14 @@ def rows(config: SumsConfig) -> Iterator[Numbers]:
     chance = random.Random(config.seed)
     for _ in range(config.count):
         numbers = [chance.randint(0, 24) for _ in range(chance.randint(2, config.most))]
-        named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+        named = (f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
         yield Numbers(prompt=" ".join(named), numbers=numbers)
 
 
 def answered(trace: vf.Trace, total: int) -> float:
     """1 where the model said the total last."""
-    found = re.search(r"answer (\d+)$", (trace.last_reply or "").strip())
-    return float(found is not None and int(found[1]) == total % 100)
+    match = re.search(r"answer (\d+)$", (trace.last_reply or "").strip())
+    return float(match is not None and int(match[1]) == total % 100)
 
 
 class Sum(vf.Task[Numbers]):

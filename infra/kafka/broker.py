@@ -147,7 +147,8 @@ class KafkaBroker(Brokers):
     def address(self, listener: str) -> str:
         """`host:port` of a listener."""
         assert self.port, "the broker was never started"
-        return f"{self.host}:{self.port + [one.name for one in self.listeners].index(listener)}"
+        names = [each.name for each in self.listeners]
+        return f"{self.host}:{self.port + names.index(listener)}"
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nothing answers, until `resume`."""
@@ -216,10 +217,15 @@ class KafkaBroker(Brokers):
 
     def _properties(self) -> dict[str, str]:
         controller = self.port + len(self.listeners)
-        doors = {one: f"{one.name}://{self.address(one.name)}" for one in self.listeners}
-        shown = [f"{one.name}://{one.advertised or self.address(one.name)}" for one in doors]
-        protocols = {"CONTROLLER": "PLAINTEXT"} | {one.name: one.protocol for one in doors}
-        voters = [f"{one.node}@{HOST}:{one.port + len(one.listeners)}" for one in self.voters]
+        doors = {
+            listener: f"{listener.name}://{self.address(listener.name)}"
+            for listener in self.listeners
+        }
+        shown = [f"{door.name}://{door.advertised or self.address(door.name)}" for door in doors]
+        protocols = {"CONTROLLER": "PLAINTEXT"} | {door.name: door.protocol for door in doors}
+        voters = [
+            f"{voter.node}@{HOST}:{voter.port + len(voter.listeners)}" for voter in self.voters
+        ]
         return {
             **read_properties(HERE / "server.properties"),
             "node.id": str(self.node),
@@ -375,7 +381,7 @@ def _answers(bootstrap: str, node: int) -> bool:
         return False
     try:
         brokers = admin.describe_cluster()["brokers"]
-        return any(one["broker_id"] == node and not one["is_fenced"] for one in brokers)
+        return any(broker["broker_id"] == node and not broker["is_fenced"] for broker in brokers)
     except KafkaError:
         return False
     finally:

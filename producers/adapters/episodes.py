@@ -62,8 +62,8 @@ class PromptFormat:
         """Return the observation after a turn of a continuing episode."""
         if not self.chat:
             return Observation(text=text, done=False, ok=ok)
-        told = {"role": "user", "content": text.strip("\n")}
-        return Observation(messages=[told], done=False, ok=ok)
+        message = {"role": "user", "content": text.strip("\n")}
+        return Observation(messages=[message], done=False, ok=ok)
 
 
 class SeededTask(Task):
@@ -84,7 +84,8 @@ class SeededTask(Task):
     def rows(self, split: Split) -> Sequence[Row]:
         drawn = (self._name, split, self._seeds[split])
         return [
-            {"seed": derive_seed(*drawn, at) % 2**SEED_BITS} for at in range(self._counts[split])
+            {"seed": derive_seed(*drawn, index) % 2**SEED_BITS}
+            for index in range(self._counts[split])
         ]
 
     def single_turn(self) -> bool:

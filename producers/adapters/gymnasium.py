@@ -97,40 +97,40 @@ class GymnasiumTask(SeededTask):
             _check_form(f"task.options.{key}", form)
         self.first, self.then = first, then
         self.mistake, self.max_mistakes = mistake, max_mistakes
-        made = self.open()  # now, while the user's modules are importable
-        self._packages = packages_of("gymnasium", type(made.unwrapped).__module__)
-        drawn = getattr(made.spec, "nondeterministic", True)
+        game = self.open()  # now, while the user's modules are importable
+        self._packages = packages_of("gymnasium", type(game.unwrapped).__module__)
+        drawn = getattr(game.spec, "nondeterministic", True)
         self.replayable = not drawn and not any(self._own)  # users' functions are opaque
-        made.close()
+        game.close()
 
     def open(self) -> Any:
         """Return a new environment. Raises ConfigError on failure."""
         try:
             return self._gymnasium.make(self._id, **self._arguments)
         except (self._gymnasium.error.Error, TypeError, ImportError) as error:
-            known = self._gymnasium.registry
-            hint = None if self._id in known else nearest(self._id, known)
+            registered = self._gymnasium.registry
+            hint = None if self._id in registered else nearest(self._id, registered)
             raise ConfigError(f"task.kind: `{self._kind}`: {error}", hint=hint) from error
 
     def check(self) -> None:
         """Raise TaskError if observations or actions have no text form."""
-        made = self.open()
+        game = self.open()
         observe, act = self._own
         try:
-            said = observe or self.render
-            if problem := "" if said else self._spaces.unsaid(made.observation_space):
+            says = observe or self.render
+            if problem := "" if says else self._spaces.unsaid(game.observation_space):
                 raise TaskError(
                     f"{self._kind}: an observation has no text form: {problem}",
                     hint="set task.options.observe to a function that returns text",
                 )
-            if problem := "" if act else self._spaces.unread(made.action_space):
+            if problem := "" if act else self._spaces.unread(game.action_space):
                 raise TaskError(
                     f"{self._kind}: {problem}",
                     hint="set task.options.act to a function that parses it",
                 )
-            self._check_names(made.action_space)
+            self._check_names(game.action_space)
         finally:
-            made.close()
+            game.close()
 
     def environment(self, row: Row) -> Environment:
         return Game(self)
@@ -140,7 +140,7 @@ class GymnasiumTask(SeededTask):
         return self._packages
 
     def reward_sources(self) -> Sequence[Any]:
-        own = [one for one in self._own if one is not None]
+        own = [source for source in self._own if source is not None]
         return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
@@ -151,29 +151,29 @@ class GymnasiumTask(SeededTask):
                 f"{self._kind} makes demonstrations only with chat and built-in actions",
                 hint="set task.chat = true and remove task.options.act",
             )
-        drawn = (derive_seed(self._kind, "demonstrations", seed, at) for at in range(count))
-        return [self._conversation(one % 2**31) for one in drawn]
+        drawn = (derive_seed(self._kind, "demonstrations", seed, index) for index in range(count))
+        return [self._conversation(drawn_seed % 2**31) for drawn_seed in drawn]
 
-    def said(self, made: Any, observation: Any, info: Any) -> str:
+    def describe(self, game: Any, observation: Any, info: Any) -> str:
         """Return an observation as text."""
         observe = self._own[0]
         if observe is not None:
             return observation_text(observe(observation, info))
         if self.render:
-            return marked(made.render())
-        said: str = self._spaces.say(made.observation_space, observation, self.digits)
-        return said
+            return marked(game.render())
+        text: str = self._spaces.say(game.observation_space, observation, self.digits)
+        return text
 
-    def read(self, made: Any, text: str) -> Any:
+    def read(self, game: Any, text: str) -> Any:
         """Return the action in a text. Raises ValueError, shown to the model, if there is none."""
         act = self._own[1]
         if act is not None:
             return act(text)
-        return self._spaces.read(made.action_space, text, self._names(made.action_space))
+        return self._spaces.read(game.action_space, text, self._names(game.action_space))
 
-    def form(self, made: Any, form: str, observation: str) -> str:
+    def form(self, game: Any, form: str, observation: str) -> str:
         """Fill in a template, `first` or `then`."""
-        actions = ", ".join(self._names(made.action_space))
+        actions = ", ".join(self._names(game.action_space))
         return form.replace("{observation}", observation).replace("{actions}", actions)
 
     def _names(self, space: Any) -> Sequence[str]:
@@ -189,20 +189,20 @@ class GymnasiumTask(SeededTask):
             raise ConfigError(f"task.options.actions: {len(names)} names for {space}")
 
     def _conversation(self, seed: int) -> Row:
-        game, made = Game(self), self.open()
+        game, env = Game(self), self.open()
         try:
-            made.action_space.seed(seed)
+            env.action_space.seed(seed)
             messages: list[Any] = [*game.reset({"seed": seed})]
             done = False
             while not done and len(messages) < DEMONSTRATED_MAX:
-                space = made.action_space
+                space = env.action_space
                 turn = self._spaces.say(space, space.sample(), self.digits, self._names(space))
-                seen = game.step(turn)
-                messages += [{"role": "assistant", "content": turn}, *seen.messages]
-                done = seen.done
+                observation = game.step(turn)
+                messages += [{"role": "assistant", "content": turn}, *observation.messages]
+                done = observation.done
         finally:
             game.close()
-            made.close()
+            env.close()
         return {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
 
 
@@ -221,27 +221,27 @@ class Game(Environment):
     def reset(self, row: Row) -> Prompt:
         self._made = self._task.open()
         observation, info = self._made.reset(seed=row["seed"])
-        said = self._task.said(self._made, observation, info)
-        return self._task.prompt_format.first(self._task.form(self._made, self._task.first, said))
+        text = self._task.describe(self._made, observation, info)
+        return self._task.prompt_format.first(self._task.form(self._made, self._task.first, text))
 
     def step(self, text: str) -> Observation:
-        task, made = self._task, self._made
+        task, game = self._task, self._made
         try:
-            action = task.read(made, text)
+            action = task.read(game, text)
         except ValueError as error:
             self._mistakes += 1
             self._total += task.mistake
             if self._mistakes > task.max_mistakes:
                 return Observation(done=True, ok=False)
-            return task.prompt_format.then(task.form(made, task.then, f"error: {error}"), ok=False)
-        observation, reward, ended, cut, info = made.step(action)
+            return task.prompt_format.then(task.form(game, task.then, f"error: {error}"), ok=False)
+        observation, reward, ended, cut, info = game.step(action)
         self._steps += 1
         self._total += float(reward)
         self._ended = bool(ended)
         if ended or cut:
             return Observation(done=True)
         return task.prompt_format.then(
-            task.form(made, task.then, task.said(made, observation, info))
+            task.form(game, task.then, task.describe(game, observation, info))
         )
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:

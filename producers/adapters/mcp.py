@@ -123,26 +123,26 @@ class Server:
     def listed(self) -> list[dict[str, Any]]:
         """Return the server's tools, limited to `tools`. Raises TaskError, ConfigError."""
         if self._listed is None:
-            found = {str(one.get("name")): one for one in self._said()["tools"]}
+            tools = {str(tool.get("name")): tool for tool in self._said()["tools"]}
             for name in self._use.tools:
-                if name not in found:
-                    hint = nearest(name, found) or f"it has {', '.join(found)}"
+                if name not in tools:
+                    hint = nearest(name, tools) or f"it has {', '.join(tools)}"
                     raise ConfigError(f"{self._key}.tools: {self.where} has no `{name}`", hint=hint)
-            self._listed = [found[name] for name in self._use.tools or found]
+            self._listed = [tools[name] for name in self._use.tools or tools]
         return self._listed
 
     def tools(self) -> list[DescribedTool]:
         if self._use.sessions == "shared":
-            return [self._tool(self._shared, one) for one in self.listed()]
+            return [self._tool(self._shared, tool) for tool in self.listed()]
         session = McpSession(self, lasting=False)
-        return [self._tool(session, one) for one in self.listed()]
+        return [self._tool(session, tool) for tool in self.listed()]
 
     def stamp(self) -> str:
         """Return its version and a digest of its tools."""
         listed = self.listed()
-        said = self._said()["about"]
+        about = self._said()["about"]
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
-        return f"{said.get('version', '-')} {digest}"
+        return f"{about.get('version', '-')} {digest}"
 
     def called(self) -> str:
         """Name in `worker joined`."""
@@ -154,16 +154,16 @@ class Server:
         return self._about
 
     def _pages(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        tools: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(PAGES_MAX):
             try:
                 page = self._shared.ask(methodcaller("list_tools", cursor=cursor), CONNECT_S)
             except ServerAway as error:
                 raise TaskError(f"{self._key}: {error.message}") from None
-            found += map(plain, page.tools)
+            tools += map(plain, page.tools)
             if not (cursor := page.next_cursor):
-                return found
+                return tools
         raise TaskError(f"{self._key}: {self.where} lists its tools on more than {PAGES_MAX} pages")
 
     def _tool(self, session: McpSession, described: Mapping[str, Any]) -> DescribedTool:
@@ -198,7 +198,8 @@ class McpTools:
         if uses and find_spec("mcp") is None:
             raise ConfigError("task.mcp: mcp is not installed", hint=install_hint("mcp"))
         self._servers = [
-            Server(use, key=f"task.mcp[{at}]", directory=directory) for at, use in enumerate(uses)
+            Server(use, key=f"task.mcp[{index}]", directory=directory)
+            for index, use in enumerate(uses)
         ]
 
     def tools(self) -> list[DescribedTool]:

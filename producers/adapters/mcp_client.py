@@ -89,8 +89,8 @@ class Connection:
     @property
     def about(self) -> dict[str, Any]:
         """Return the server's name and version, if given."""
-        said = self._opened.result(0.0).server_info
-        return {} if said is None else plain(said)
+        info = self._opened.result(0.0).server_info
+        return {} if info is None else plain(info)
 
     def ask(self, request: Callable[[Client], Awaitable[T]], limit_s: float) -> T:
         """Return the answer to a request. Raises ServerAway, ServerRefused."""
@@ -143,8 +143,8 @@ class Connection:
         from mcp import StdioServerParameters
 
         program, *words = self._use.command
-        place = Path(self._directory, program) if Path(program).name != program else program
-        if shutil.which(place) is None:
+        path = Path(self._directory, program) if Path(program).name != program else program
+        if shutil.which(path) is None:
             raise ServerAway(f"{self._where} cannot start: program not found: {program}")
         if sys.platform == "linux":
             words = ["-ISc", _DIE_WITH_PARENT, str(os.getpid()), program, *words]
@@ -172,9 +172,9 @@ class Connection:
         if error is None or isinstance(error, TimeoutError):
             return ServerLate(f"{self._where} did not answer within {limit_s:g} s")
         if isinstance(error, MCPError) and error.message in _STAND_INS and self._refusal:
-            status, said = self._refusal
+            status, message = self._refusal
             kind = ServerAway if status in _PASSES or status >= 500 else ServerRefused
-            return kind(f"{self._where} says {status}: {said}")
+            return kind(f"{self._where} says {status}: {message}")
         if isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
             return ServerRefused(f"{self._where} refuses: {error.message}")
         how = "is gone" if isinstance(error, MCPError) else "does not answer"

@@ -80,8 +80,8 @@ class OpenEnvTask(SeededTask):
             _got(self.where, f"{self.url}/{asked}") for asked in ("schema", "metadata")
         )
         self._observe, self._act = (
-            load_function(f"task.options.{key}", one, TaskError) if one else None
-            for key, one in (("observe", observe), ("act", act))
+            load_function(f"task.options.{key}", path, TaskError) if path else None
+            for key, path in (("observe", observe), ("act", act))
         )
         self._shown = observation
         self._field, self._type = ("", "") if act else self._fit(field)
@@ -101,10 +101,10 @@ class OpenEnvTask(SeededTask):
         return {f"openenv:{self._about.get('name', '')}": f"{version} {digest}"}
 
     def reward_sources(self) -> Sequence[Any]:
-        own = [one for one in (self._observe, self._act) if one is not None]
+        own = [function for function in (self._observe, self._act) if function is not None]
         return (*super().reward_sources(), *own)
 
-    def said(self, observation: Any) -> str:
+    def describe(self, observation: Any) -> str:
         """Return an observation as text."""
         if self._observe is not None:
             return observation_text(self._observe(observation))
@@ -134,18 +134,20 @@ class OpenEnvTask(SeededTask):
     def _fit(self, field: str) -> tuple[str, str]:
         action = self._schema.get("action", {})
         fields = {
-            name: one for name, one in action.get("properties", {}).items() if name != "metadata"
+            name: schema
+            for name, schema in action.get("properties", {}).items()
+            if name != "metadata"
         }
-        wanted = [name for name in action.get("required", ()) if name in fields] or list(fields)
+        required = [name for name in action.get("required", ()) if name in fields] or list(fields)
         if field and field not in fields:
             hint = nearest(field, fields) or f"it has {', '.join(fields)}"
             raise ConfigError(f"task.options.field: an action has no `{field}`", hint=hint)
-        if not field and len(wanted) != 1:
+        if not field and len(required) != 1:
             raise ConfigError(
-                f"task.options.field: which one of {', '.join(wanted) or 'none'} is the text?",
+                f"task.options.field: which one of {', '.join(required) or 'none'} is the text?",
                 hint="or set task.options.act, a function from a turn to an action",
             )
-        name = field or wanted[0]
+        name = field or required[0]
         return name, str(fields[name].get("type", "string"))
 
 
@@ -193,7 +195,7 @@ class RemoteEpisode(Environment):
         finally:
             if answer is None:  # no other code closes an episode that failed to start
                 await self.close()
-        return self._task.prompt_format.first(f"{self._task.said(answer['observation'])}\n")
+        return self._task.prompt_format.first(f"{self._task.describe(answer['observation'])}\n")
 
     async def step(self, text: str) -> Observation:  # type: ignore[override]
         try:
@@ -207,7 +209,7 @@ class RemoteEpisode(Environment):
         self._ended = bool(answer.get("done"))
         if self._ended:
             return Observation(done=True)
-        return self._task.prompt_format.then(f"\n{self._task.said(answer['observation'])}\n")
+        return self._task.prompt_format.then(f"\n{self._task.describe(answer['observation'])}\n")
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
         """Return the steps' reward by `options.total`, with counts as parts."""
@@ -253,13 +255,14 @@ class RemoteEpisode(Environment):
             socket, self._socket = self._socket, None
             await socket.close()
             raise Retry(f"{self._task.where} ended the episode: {error}") from None
-        said = answer.get("data", {})
+        content = answer.get("data", {})
         if answer.get("type") != "error":
-            return dict(said)
-        code, words = said.get("code"), said.get("message", "it failed")
+            return dict(content)
+        code, words = content.get("code"), content.get("message", "it failed")
         if code in _MISTAKES:
             problems = [
-                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in _problems(said)
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+                for problem in _problems(content)
             ]
             raise ValueError("; ".join(problems) or words)
         if code in _AWAY:
@@ -267,9 +270,13 @@ class RemoteEpisode(Environment):
         raise RuntimeError(f"{self._task.where}: {words}")
 
 
-def _problems(said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = said.get("errors") or ()
-    return [one for one in found if isinstance(one, dict) and {"loc", "msg"} <= set(one)]
+def _problems(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    problems = content.get("errors") or ()
+    return [
+        problem
+        for problem in problems
+        if isinstance(problem, dict) and {"loc", "msg"} <= set(problem)
+    ]
 
 
 def _failure() -> type[Exception]:
@@ -287,9 +294,9 @@ def _got(where: str, url: str) -> dict[str, Any]:
 
     try:
         answer = httpx2.get(url, timeout=ASK_S, trust_env=False)
-        found = answer.raise_for_status().json()
+        content = answer.raise_for_status().json()
     except (httpx2.HTTPError, ValueError) as error:
         raise TaskError(f"{where} has no metadata: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise TaskError(f"{where} has no metadata: {url} returned no object")
-    return found
+    return content

@@ -36,15 +36,15 @@ def packages_of(*modules: ModuleType | str) -> dict[str, str]:
 
     Example: ``{"gymnasium": "1.4.0 3f6b0c9d2a7e81f4"}``; the version of a user's file is `-`.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for module in modules:
         name = (module if isinstance(module, str) else module.__name__).partition(".")[0]
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = "-"
-        found[name.replace("_", "-")] = f"{version} {_source_digest(name)}"
-    return dict(sorted(found.items()))
+        versions[name.replace("_", "-")] = f"{version} {_source_digest(name)}"
+    return dict(sorted(versions.items()))
 
 
 @functools.cache

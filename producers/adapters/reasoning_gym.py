@@ -44,15 +44,15 @@ class ReasoningGymTask(Task):
         self._utils = required(
             "reasoning_gym.utils", package="reasoning-gym", extra="reasoning-gym", kind=kind
         )
-        known = package.factory.DATASETS
-        if name not in known:
+        datasets = package.factory.DATASETS
+        if name not in datasets:
             raise ConfigError(
-                f"task.kind: `{kind}`: reasoning-gym has no `{name}`", hint=nearest(name, known)
+                f"task.kind: `{kind}`: reasoning-gym has no `{name}`", hint=nearest(name, datasets)
             )
         self._kind, self._tag = kind, tag
         self._prompt_format = PromptFormat(chat=chat, system_prompt=system_prompt)
         given = dict(arguments or {})
-        _check_arguments(kind, given, known[name][1])
+        _check_arguments(kind, given, datasets[name][1])
         self._sets: dict[Split, Any] = {
             "train": _opened(package, kind, name, {**given, "seed": seed, "size": count}),
             "eval": _opened(
@@ -62,7 +62,7 @@ class ReasoningGymTask(Task):
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
 
     def rows(self, split: Split) -> Sequence[Row]:
-        return [self._row(split, at) for at in range(self._counts[split])]
+        return [self._row(split, index) for index in range(self._counts[split])]
 
     def prompt(self, row: Row) -> Prompt:
         return self._prompt_format.first(str(row["question"]))
@@ -79,22 +79,22 @@ class ReasoningGymTask(Task):
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
         """Return questions with their answers from row `seed` on. Raises ConfigError if none has
         one."""
-        found: list[Any] = []
+        examples: list[Any] = []
         for step in range(self._counts["train"]):
             row = self._row("train", (seed + step) % self._counts["train"])
             if row["answer"] is None:
                 continue
-            said = f"<{self._tag}>{row['answer']}</{self._tag}>" if self._tag else row["answer"]
+            answer = f"<{self._tag}>{row['answer']}</{self._tag}>" if self._tag else row["answer"]
             prompt = self.prompt(row)
             if isinstance(prompt, str):
-                found.append((prompt, said))
+                examples.append((prompt, answer))
             else:
-                found.append({"messages": [*prompt, {"role": "assistant", "content": said}]})
-            if len(found) == count:
-                return found
-        if not found:
+                examples.append({"messages": [*prompt, {"role": "assistant", "content": answer}]})
+            if len(examples) == count:
+                return examples
+        if not examples:
             raise ConfigError(f"{self._kind}: its questions have no answers")
-        return [found[at % len(found)] for at in range(count)]
+        return [examples[index % len(examples)] for index in range(count)]
 
     def packages(self) -> Mapping[str, str]:
         return packages_of("reasoning_gym")
@@ -103,24 +103,24 @@ class ReasoningGymTask(Task):
         """Return this module and the reasoning-gym package."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
-    def _entry(self, split: Split, at: int) -> Any:
+    def _entry(self, split: Split, index: int) -> Any:
         """Some generators draw from `random` regardless of their seed."""
-        with SeededRandom(derive_seed(self._kind, split, at)):
-            return self._sets[split][at]
+        with SeededRandom(derive_seed(self._kind, split, index)):
+            return self._sets[split][index]
 
-    def _row(self, split: Split, at: int) -> Row:
-        entry = self._entry(split, at)
+    def _row(self, split: Split, index: int) -> Row:
+        entry = self._entry(split, index)
         answer = entry.get("answer")
         return {
             "question": str(entry["question"]),
             "answer": None if answer is None else str(answer),
             "split": split,
-            "index": at,
+            "index": index,
         }
 
 
 def _check_arguments(kind: str, given: Mapping[str, Any], form: type) -> None:
-    names = {one.name for one in dataclasses.fields(form)} - {"seed", "size"}
+    names = {field.name for field in dataclasses.fields(form)} - {"seed", "size"}
     for name in given:
         if name not in names:
             raise ConfigError(

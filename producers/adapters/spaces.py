@@ -67,20 +67,22 @@ def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[st
             return str(int(value))
         case spaces.Tuple():
             parts = zip(space.spaces, value, strict=True)
-            return " ".join(say(part, one, digits) for part, one in parts)
+            return " ".join(say(part, element, digits) for part, element in parts)
         case spaces.Dict():
             named = space.spaces.items()
             return "\n".join(f"{name}: {say(part, value[name], digits)}" for name, part in named)
         case spaces.Text():
             return str(value)
         case _:
-            return " ".join(_number(one, digits) for one in np.asarray(value).ravel().tolist())
+            return " ".join(
+                _number(number, digits) for number in np.asarray(value).ravel().tolist()
+            )
 
 
 def _number(value: float, digits: int) -> str:
     if isinstance(value, float):
-        said = f"{value:.{digits}f}"
-        return said if float(said) else said.removeprefix("-")  # no negative zero
+        text = f"{value:.{digits}f}"
+        return text if float(text) else text.removeprefix("-")  # no negative zero
     return str(int(value))
 
 
@@ -100,21 +102,21 @@ def read(space: gymnasium.Space[Any], text: str, names: Sequence[str] = ()) -> A
 
 
 def _chosen(space: spaces.Discrete, text: str, names: Sequence[str]) -> int:
-    known = names or [str(int(space.start) + at) for at in range(int(space.n))]
-    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
-    found = re.findall(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", text, re.IGNORECASE)
-    if not found:
-        raise NotRead(f"an action is one of {', '.join(known)}")
-    lowered = [name.lower() for name in known]
-    return int(space.start) + lowered.index(found[-1].lower())
+    actions = names or [str(int(space.start) + index) for index in range(int(space.n))]
+    longest_first = sorted(map(re.escape, actions), key=len, reverse=True)
+    named = re.findall(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", text, re.IGNORECASE)
+    if not named:
+        raise NotRead(f"an action is one of {', '.join(actions)}")
+    lowered = [name.lower() for name in actions]
+    return int(space.start) + lowered.index(named[-1].lower())
 
 
 def _numbers(space: gymnasium.Space[Any], text: str) -> Any:
     shape, size = space.shape or (), int(np.prod(space.shape or ()))
-    found = _NUMBER.findall(text)
-    if len(found) != size:
-        raise NotRead(f"an action has {size} numbers, not {len(found)}")
-    given = np.array([float(one) for one in found])
+    numbers = _NUMBER.findall(text)
+    if len(numbers) != size:
+        raise NotRead(f"an action has {size} numbers, not {len(numbers)}")
+    given = np.array([float(number) for number in numbers])
     with np.errstate(all="ignore"):
         action = given.astype(space.dtype).reshape(shape)
     if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action.ravel(), given):

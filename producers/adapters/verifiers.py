@@ -60,10 +60,10 @@ class VerifiersTask(AgentTask):
         ConfigError."""
         self._kind = f"verifiers:{name}"
         self._vf = _verifiers(self._kind)
-        said = dict(env or {})
-        self._env = self._opened(said, name)
-        self._seat = _seat(self._vf, self._kind, self._env, said)
-        self._tasks = self._read(name, said, eval_taskset, count, eval_count)
+        config = dict(env or {})
+        self._env = self._opened(config, name)
+        self._seat = _seat(self._vf, self._kind, self._env, config)
+        self._tasks = self._read(name, config, eval_taskset, count, eval_count)
         _let_programs_find(type(self._env.taskset).__module__)
         run_programs_here(importlib.import_module("verifiers.v1.runtimes"))
         self._stack = AsyncExitStack()
@@ -73,10 +73,10 @@ class VerifiersTask(AgentTask):
         return [
             {
                 "split": split,
-                "at": at,
-                "task": one.data.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+                "at": index,
+                "task": task.data.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
             }
-            for at, one in enumerate(self._tasks[split])
+            for index, task in enumerate(self._tasks[split])
         ]
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class VerifiersTask(AgentTask):
         Task."""
         objects = (self._env, self._env.taskset, self._harness(), *self._tools())
         kinds = (self._kind_of_task(), *map(type, objects))
-        return packages_of("verifiers", *(one.__module__ for one in kinds))
+        return packages_of("verifiers", *(kind.__module__ for kind in kinds))
 
     def reward_sources(self) -> Sequence[Any]:
         """Return this module and the packages."""
@@ -124,9 +124,9 @@ class VerifiersTask(AgentTask):
         own = self._kind_of_task().toolsets(taskset.config.task)
         return [*own, *taskset.toolsets(taskset.config)]
 
-    def _opened(self, said: Mapping[str, Any], name: str) -> Any:
+    def _opened(self, config: Mapping[str, Any], name: str) -> Any:
         try:
-            return self._vf.load_environment(self._config(said, name))
+            return self._vf.load_environment(self._config(config, name))
         except ModuleNotFoundError as error:
             if "not found (tried to import" not in str(error):
                 raise  # a missing dependency of the package
@@ -141,14 +141,14 @@ class VerifiersTask(AgentTask):
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(f"task.options.env: `{self._kind}`: {one_line(str(error))}")
 
-    def _config(self, said: Mapping[str, Any], name: str, **taskset: Any) -> Any:
-        tasks = {**said.get("taskset", {}), **taskset, "id": name}
-        return self._vf.resolve_env_config({**said, "taskset": tasks})
+    def _config(self, config: Mapping[str, Any], name: str, **taskset: Any) -> Any:
+        tasks = {**config.get("taskset", {}), **taskset, "id": name}
+        return self._vf.resolve_env_config({**config, "taskset": tasks})
 
     def _read(
         self,
         name: str,
-        said: Mapping[str, Any],
+        config: Mapping[str, Any],
         eval_taskset: Mapping[str, Any] | None,
         count: int | None,
         eval_count: int,
@@ -162,7 +162,7 @@ class VerifiersTask(AgentTask):
         if eval_taskset is None:
             evaluated = list(itertools.islice(trained, eval_count))
         else:
-            other = self._vf.load_taskset(self._config(said, name, **eval_taskset).taskset)
+            other = self._vf.load_taskset(self._config(config, name, **eval_taskset).taskset)
             evaluated = list(itertools.islice(other, eval_count))
         train = list(itertools.islice(trained, count))
         if not train:
@@ -188,11 +188,11 @@ def reward_of(episode: Any, seat: str) -> Reward:
     """Return the mean reward over a seat's traces, with rewards and metrics as parts. Raises
     Retry, VerifiersError."""
     if not episode.ok:
-        raise _failure([*episode.errors, *(one for of in episode.traces for one in of.errors)])
+        raise _failure([*episode.errors, *(error for of in episode.traces for error in of.errors)])
     # A single seat has no name.
-    traces = [one for one in episode.traces if one.agent.name in (seat, "", None)]
-    unknown = {name for one in traces for name, given in one.rewards.items() if given is None}
-    if unknown or not any(one.rewards for one in traces):
+    traces = [trace for trace in episode.traces if trace.agent.name in (seat, "", None)]
+    unknown = {name for trace in traces for name, given in trace.rewards.items() if given is None}
+    if unknown or not any(trace.rewards for trace in traces):
         raise VerifiersError(f"not scored: {', '.join(sorted(unknown)) or 'it has no reward'}")
     parts: dict[str, list[float]] = {}
     for trace in traces:
@@ -200,7 +200,7 @@ def reward_of(episode: Any, seat: str) -> Reward:
         for name, number in (*trace.metrics.items(), *rewards.items()):
             if number is not None and math.isfinite(number):
                 parts.setdefault(name, []).append(float(number))
-    value = sum(one.reward for one in traces) / len(traces)
+    value = sum(trace.reward for trace in traces) / len(traces)
     return Reward(value=value, parts={name: sum(of) / len(of) for name, of in parts.items()})
 
 
@@ -224,17 +224,21 @@ def _verifiers(kind: str) -> Any:
     return importlib.import_module("verifiers.v1")
 
 
-def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
+def _seat(vf: Any, kind: str, env: Any, config: Mapping[str, Any]) -> str:
     """Return the single seat of the policy. Raises ConfigError."""
-    seats = {name: one for name, one in env.config if isinstance(one, vf.AgentConfig)}
-    free = [name for name, one in seats.items() if one.client is None]
+    seats = {
+        name: seat_config
+        for name, seat_config in env.config
+        if isinstance(seat_config, vf.AgentConfig)
+    }
+    free = [name for name, seat in seats.items() if seat.client is None]
     if len(free) != 1:
         raise ConfigError(
             f"task.kind: `{kind}`: expected one policy seat, got {', '.join(free) or 'none'}",
             hint="set a `client` for every other seat: task.options.env.SEAT.client",
         )
     seat: str = free[0]
-    if seats[seat].runtime.type == "prime" and "runtime" not in said.get(seat, {}):
+    if seats[seat].runtime.type == "prime" and "runtime" not in config.get(seat, {}):
         raise ConfigError(
             f"task.kind: `{kind}`: no runtime for the programs of `{seat}`",
             hint=f'task.options.env.{seat}.runtime.type: "subprocess" (this machine), "docker", '
@@ -247,9 +251,9 @@ def _failure(errors: Sequence[Any]) -> Exception:
     if not errors:
         return VerifiersError("the episode failed without an error")
     first = errors[0]
-    said = one_line(f"{first.type}: {first.message}")
+    message = one_line(f"{first.type}: {first.message}")
     outside = first.type in _OUTSIDE or (first.status_code or 0) >= _SERVER_ERROR
-    return Retry(said) if outside else VerifiersError(said)
+    return Retry(message) if outside else VerifiersError(message)
 
 
 def _let_programs_find(module: str) -> None:

@@ -109,8 +109,8 @@ def run_programs_here(runtimes: Any) -> None:
         ) -> list[str]:
             text = script if isinstance(script, str) else script.decode()
             if missing_of(text):
-                found: list[str] = await super().prepare_uv_script(script, env, **options)
-                return found
+                command: list[str] = await super().prepare_uv_script(script, env, **options)
+                return command
             return [sys.executable, str(_written(text, Path(self.scripts_dir)))]
 
     runtimes.SubprocessRuntime = HereRuntime
@@ -134,12 +134,15 @@ def missing_of(script: str) -> tuple[str, ...]:
     block = _METADATA.search(script)
     if block is None:
         return ("metadata",)
-    said = tomllib.loads(re.sub(r"(?m)^# ?", "", block[1]))
-    asked = [requirement(one) for one in said.get("dependencies", ())]
-    python = requirement(f"python{said.get('requires-python', '')}")
+    metadata = tomllib.loads(re.sub(r"(?m)^# ?", "", block[1]))
+    asked = [requirement(dependency) for dependency in metadata.get("dependencies", ())]
+    python = requirement(f"python{metadata.get('requires-python', '')}")
     version = ".".join(map(str, sys.version_info[:3]))
     missing = [] if python.specifier.contains(version) else [str(python)]
-    return (*missing, *(str(one) for one in asked if not _installed(one)))
+    return (
+        *missing,
+        *(str(package) for package in asked if not _installed(package)),
+    )
 
 
 def _installed(asked: Any) -> bool:

@@ -93,14 +93,16 @@ class Chat:
             and options.renderer == "auto"
         ):
             typed = family_of(template_renderer, tokenizer.backend, options.kwargs)
-        said = {
+        fields = {
             "template": dict(texts),
             "kwargs": dict(options.kwargs),
             "renderer": "template" if typed is None else f"{typed.name} {typed.version}",
             "parser": f"{name} {source_sha256(name)}" if ":" in name else name,
             "special_tokens": "parse" if options.parse else "text",
         }
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps(fields, sort_keys=True, default=str).encode()
+        ).hexdigest()
         hidden = tokenizer.hidden
         return cls(template_renderer, typed, parser, digest=digest, flaw=flaw, hidden=hidden)
 
@@ -126,12 +128,12 @@ class Chat:
     ) -> tuple[list[int], list[int]]:
         """Return token ids and a mask: 1 for tokens of the assistant, including the token that
         ends a turn. Raises TaskError."""
-        if not any(one.get("role") == "assistant" for one in messages):
+        if not any(message.get("role") == "assistant" for message in messages):
             raise TaskError("the conversation has no assistant turn")
         ids, ends = joined(self.renders, messages, tools)
         mask: list[int] = []
-        for end, place in ends:
-            spoken = place >= 0 and messages[place]["role"] == "assistant"
+        for end, index in ends:
+            spoken = index >= 0 and messages[index]["role"] == "assistant"
             mask += [int(spoken)] * (end - len(mask))
         return ids, mask
 
@@ -151,7 +153,9 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, without hidden tokens and ends of turns."""
-        return self.template_renderer.text([one for one in ids if one not in self._hidden])
+        return self.template_renderer.text(
+            [token_id for token_id in ids if token_id not in self._hidden]
+        )
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
         """Parse a sampled turn that follows the ids `before`."""
@@ -194,7 +198,7 @@ class Conversation:
         self._chat = chat
         self._tools = tools
         self._ids = list(prompt_ids)
-        self._messages = [dict(one) for one in messages]
+        self._messages = [dict(message) for message in messages]
         self._sampled: Sequence[int] = ()
         self.prompt_ids = prompt_ids
         self.turns = 0
@@ -205,26 +209,26 @@ class Conversation:
 
     def say(self, ids: Sequence[int]) -> Turn:
         """Parse a sampled turn; each of its calls gets an id."""
-        said = self._chat.parse(ids, self._ids, self._tools)
-        start = sum(len(one.get("tool_calls", ())) for one in self._messages)
+        turn = self._chat.parse(ids, self._ids, self._tools)
+        start = sum(len(message.get("tool_calls", ())) for message in self._messages)
         calls = [
-            one if one.id else msgspec.structs.replace(one, id=f"call{start + place:05}")
-            for place, one in enumerate(said.tool_calls)
+            call if call.id else msgspec.structs.replace(call, id=f"call{start + index:05}")
+            for index, call in enumerate(turn.tool_calls)
         ]
-        said = msgspec.structs.replace(said, tool_calls=tuple(calls))
+        turn = msgspec.structs.replace(turn, tool_calls=tuple(calls))
         self._sampled = ids
-        self._messages.append(said.message())
+        self._messages.append(turn.message())
         self.turns += 1
-        self.text, self.reasoning = said.text, said.reasoning
-        return said
+        self.text, self.reasoning = turn.text, turn.reasoning
+        return turn
 
     def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
         """Append the ids of the answering messages and, with `go_on`, of the next turn's
         opening. Raises TaskError."""
-        found = self.bridge(new, go_on=go_on)
-        self._ids += [*self._sampled, *found]
-        self._messages += [dict(one) for one in new]
-        return found
+        bridge = self.bridge(new, go_on=go_on)
+        self._ids += [*self._sampled, *bridge]
+        self._messages += [dict(message) for message in new]
+        return bridge
 
     def bridge(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
         """Return the ids of `answered` without changing the conversation. Raises TaskError."""
@@ -280,10 +284,10 @@ def _typed(
         return None
     if options.renderer == "auto":
         return family_of(template_renderer, tokenizer.backend, options.kwargs)
-    found = TypedRenderer(
+    renderer = TypedRenderer(
         options.renderer, template_renderer.safe, tokenizer.backend, kwargs=options.kwargs
     )
-    other = disagreement(found, template_renderer)
+    other = disagreement(renderer, template_renderer)
     if other:
         LOG.warning("%s; using task.renderer as configured", other)
-    return found
+    return renderer

@@ -27,8 +27,8 @@ def split_thoughts(text: str) -> tuple[str, str]:
     """Return (thoughts, text after them)."""
     begin, end = THINK
     if end in text:
-        thoughts, _, said = text.partition(end)
-        return thoughts.partition(begin)[2].strip() or thoughts.strip(), said
+        thoughts, _, answer = text.partition(end)
+        return thoughts.partition(begin)[2].strip() or thoughts.strip(), answer
     if text.lstrip().startswith(begin):  # Unfinished thoughts.
         return text.partition(begin)[2].strip(), ""
     return "", text
@@ -37,22 +37,22 @@ def split_thoughts(text: str) -> tuple[str, str]:
 def none(text: str, tools: Tools) -> Turn:
     """Return thoughts and text, without calls."""
     del tools
-    thoughts, said = split_thoughts(text)
-    return Turn(text=said.strip(), reasoning=thoughts)
+    thoughts, answer = split_thoughts(text)
+    return Turn(text=answer.strip(), reasoning=thoughts)
 
 
 def _blocks(
-    begin: str, end: str, one: Callable[[str, Tools], list[ToolCall]]
+    begin: str, end: str, read_call: Callable[[str, Tools], list[ToolCall]]
 ) -> Callable[[str, Tools], Turn]:
     block = re.compile(f"{re.escape(begin)}(.*?)({re.escape(end)}|$)", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Turn:
-        thoughts, said = split_thoughts(text)
-        found: list[ToolCall] = []
-        for inner, closed in block.findall(said):
-            found += one(inner, tools) if closed else [_bad(begin + inner, f"no {end}")]
-        text = block.sub("", said).strip()
-        return Turn(text=text, reasoning=thoughts, tool_calls=tuple(found))
+        thoughts, answer = split_thoughts(text)
+        calls: list[ToolCall] = []
+        for inner, closed in block.findall(answer):
+            calls += read_call(inner, tools) if closed else [_bad(begin + inner, f"no {end}")]
+        text = block.sub("", answer).strip()
+        return Turn(text=text, reasoning=thoughts, tool_calls=tuple(calls))
 
     return parse
 
@@ -104,10 +104,10 @@ _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", 
 
 def _xml_call(inner: str, tools: Tools) -> list[ToolCall]:
     """``<function=add><parameter=a>1</parameter></function>``"""
-    found = _FUNCTION.fullmatch(inner)
-    if found is None:
+    match = _FUNCTION.fullmatch(inner)
+    if match is None:
         return [_bad(f"<tool_call>{inner}</tool_call>", "no <function=...>")]
-    name, body = found[1].strip(), found[2]
+    name, body = match[1].strip(), match[2]
     return [_typed(name, _PARAMETER.findall(body), tools)]
 
 
@@ -135,8 +135,8 @@ def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            found = function.get("parameters", {}).get("properties", {})
-            return found if isinstance(found, Mapping) else {}
+            properties = function.get("parameters", {}).get("properties", {})
+            return properties if isinstance(properties, Mapping) else {}
     return {}
 
 
@@ -171,17 +171,17 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
 def _llama(text: str, tools: Tools) -> Turn:
     """``{"name": "add", "parameters": {"a": 1}}`` as the entire turn."""
     del tools
-    thoughts, said = split_thoughts(text)
-    body = said.replace("<|python_tag|>", "").strip()
+    thoughts, answer = split_thoughts(text)
+    body = answer.replace("<|python_tag|>", "").strip()
     if not body.startswith("{") or '"name"' not in body:
         return Turn(text=body, reasoning=thoughts)
     try:
         value = _loaded(body)
     except ValueError as error:
-        found = _bad(body, f"no JSON: {error}")
+        call = _bad(body, f"no JSON: {error}")
     else:
-        found = _made(value.get("name"), value.get("parameters", value.get("arguments", {})), body)
-    return Turn(text="", reasoning=thoughts, tool_calls=(found,))
+        call = _made(value.get("name"), value.get("parameters", value.get("arguments", {})), body)
+    return Turn(text="", reasoning=thoughts, tool_calls=(call,))
 
 
 PARSERS: Final[Mapping[str, Parser]] = {
@@ -199,8 +199,10 @@ def open_parser(
     """Return (name, parser) of `task.tool_parser`; `auto` picks the format that reads the
     template's calls. Raises ConfigError."""
     if name == "auto":
-        found = next((one for one in PARSERS if _reads_back(PARSERS[one], template_renderer)), "")
-        return found, PARSERS.get(found, none)
+        chosen = next(
+            (parser for parser in PARSERS if _reads_back(PARSERS[parser], template_renderer)), ""
+        )
+        return chosen, PARSERS.get(chosen, none)
     if name in PARSERS:
         return name, PARSERS[name]
     if ":" not in name:
@@ -213,10 +215,10 @@ def open_parser(
 
     def parse(text: str, tools: Tools) -> Turn:
         del tools
-        said = own(text)
-        if not isinstance(said, Turn):
-            raise TaskError(f"task.tool_parser gave {type(said).__name__}, not a Turn")
-        return said
+        turn = own(text)
+        if not isinstance(turn, Turn):
+            raise TaskError(f"task.tool_parser gave {type(turn).__name__}, not a Turn")
+        return turn
 
     return name, parse
 
@@ -225,18 +227,22 @@ def _reads_back(parser: Parser, template_renderer: TemplateRenderer) -> bool:
     if not template_renderer.features.calls:
         return False
     calls = [call("zamble", "froom"), call("zamble", "gr ent", 1)]
-    said: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
     if not template_renderer.features.parallel:
-        said["tool_calls"] = calls[:1]
+        message["tool_calls"] = calls[:1]
     if template_renderer.features.thinking == "always":
-        said["reasoning_content"] = "druff"
+        message["reasoning_content"] = "druff"
     tools: list[dict[str, Any]] = [PROBE_TOOL] if template_renderer.features.tools else []
     try:
-        ids = template_renderer.turn([{"role": "user", "content": "quorl"}], said, tools)
+        ids = template_renderer.turn([{"role": "user", "content": "quorl"}], message, tools)
     except TaskError:
         return False
     stops = template_renderer.stop_ids
-    turn = parser(template_renderer.text([one for one in ids if one not in stops]), tools)
-    read = [(one.name, one.arguments) for one in turn.tool_calls]
-    wanted = [(one["function"]["name"], one["function"]["arguments"]) for one in said["tool_calls"]]
-    return read == wanted
+    turn = parser(
+        template_renderer.text([token_id for token_id in ids if token_id not in stops]), tools
+    )
+    read = [(call.name, call.arguments) for call in turn.tool_calls]
+    expected = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+    ]
+    return read == expected

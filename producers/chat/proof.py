@@ -35,7 +35,7 @@ class Renderer(Protocol):
         """Return the text of these ids, including added tokens."""
         ...
 
-    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+    def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
         """Return the ids of a turn."""
         ...
 
@@ -73,24 +73,24 @@ def conversations(
 
 
 def _said(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": chance.choice(_WORDS)}
+    message: dict[str, Any] = {"role": "assistant", "content": chance.choice(_WORDS)}
     often = {"free": 0.6, "always": 1.0, "never": 0.0}[features.thinking]
     if features.reasoning and chance.random() < often:
-        said["reasoning_content"] = chance.choice(_WORDS)
-    return said
+        message["reasoning_content"] = chance.choice(_WORDS)
+    return message
 
 
 def _calls(features: TemplateFeatures, chance: random.Random) -> Iterator[dict[str, Any]]:
-    said = _said(features, chance)
+    message = _said(features, chance)
     if chance.random() < 0.5 or not features.parallel:
-        said["content"] = ""
+        message["content"] = ""
     size = chance.randint(1, 3) if features.parallel else 1
-    said["tool_calls"] = [call("zamble", chance.choice(_WORDS), place) for place in range(size)]
-    yield said
-    for place in range(size):
+    message["tool_calls"] = [call("zamble", chance.choice(_WORDS), index) for index in range(size)]
+    yield message
+    for index in range(size):
         content = chance.choice(_WORDS)
-        one = {"role": "tool", "content": content, "name": "zamble"}
-        yield {**one, "tool_call_id": f"call{place:05}"}
+        result = {"role": "tool", "content": content, "name": "zamble"}
+        yield {**result, "tool_call_id": f"call{index:05}"}
 
 
 def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str:
@@ -98,18 +98,22 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
     none."""
     try:
         ids, ends = joined(renders, messages, tools)
-        whole = renders.whole(messages, tools)
+        all_ids = renders.whole(messages, tools)
     except TaskError as error:
         return str(error)
-    if whole[: len(ids)] == ids or renders.text(whole).startswith(renders.text(ids)):
+    if all_ids[: len(ids)] == ids or renders.text(all_ids).startswith(renders.text(ids)):
         return ""  # Same text, other ids at the border of prompt and turn.
-    at = next(
-        (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other),
-        min(len(ids), len(whole)),
+    differing = next(
+        (
+            index
+            for index, (token_id, other) in enumerate(zip(ids, all_ids, strict=False))
+            if token_id != other
+        ),
+        min(len(ids), len(all_ids)),
     )
-    place = next((name for end, name in ends if at < end), len(messages) - 1)
-    role = messages[place]["role"]
-    return f"message {place + 1} of {len(messages)} ({role}) changes when later messages follow"
+    number = next((name for end, name in ends if differing < end), len(messages) - 1)
+    role = messages[number]["role"]
+    return f"message {number + 1} of {len(messages)} ({role}) changes when later messages follow"
 
 
 def joined(
@@ -117,18 +121,18 @@ def joined(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the ids of prompt, turns and bridges, and the end of each piece with its message's
     index. Raises TaskError."""
-    spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     ids = renders.prompt(messages[: spoken[0]], tools)
     ends = [(len(ids), spoken[0] - 1)]
-    for at, after in zip(spoken, [*spoken[1:], 0], strict=True):
-        said = messages[at]
-        sampled = renders.turn(messages[:at], said, tools)
+    for index, after in zip(spoken, [*spoken[1:], 0], strict=True):
+        answer = messages[index]
+        sampled = renders.turn(messages[:index], answer, tools)
         ids += sampled
-        ends.append((len(ids), at))
+        ends.append((len(ids), index))
         if after:
-            new = messages[at + 1 : after]
+            new = messages[index + 1 : after]
             ids += renders.bridge(
-                messages[:at], said, new, tools, before=ids[: -len(sampled)], sampled=sampled
+                messages[:index], answer, new, tools, before=ids[: -len(sampled)], sampled=sampled
             )
             ends.append((len(ids), after - 1))
     return ids, ends
@@ -137,13 +141,15 @@ def joined(
 def bridges_flaw(renders: Renderer, features: TemplateFeatures) -> str:
     """Return why turns of a history-rewriting template lack a bridge; empty if they have one."""
     for messages, tools in conversations(features):
-        for at, said in enumerate(messages[:-1]):
-            following = messages[at + 1 :]
-            end = next(x for x, one in enumerate(following) if one["role"] == "assistant")
-            if said["role"] != "assistant":
+        for index, message in enumerate(messages[:-1]):
+            following = messages[index + 1 :]
+            end = next(x for x, later in enumerate(following) if later["role"] == "assistant")
+            if message["role"] != "assistant":
                 continue
             try:
-                renders.bridge(messages[:at], said, following[:end], tools, before=(), sampled=())
+                renders.bridge(
+                    messages[:index], message, following[:end], tools, before=(), sampled=()
+                )
             except TaskError as error:
                 return str(error)
     return ""

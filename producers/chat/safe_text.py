@@ -37,7 +37,9 @@ class SafeText:
 
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self.control = {at: one.content for at, one in added.items() if one.content in control}
+        self.control = {
+            token_id: token.content for token_id, token in added.items() if token.content in control
+        }
         self._parse = parse or not control
         self._found = _pattern(control)
         self._ends = _Ends(sorted(control))
@@ -46,68 +48,68 @@ class SafeText:
         self._plain.add_special_tokens([AddedToken(_ANCHOR, normalized=False, special=True)])
         self._anchored = self._plain.encode(_ANCHOR + "a", add_special_tokens=False).ids[1:] != bare
         normalised = backend.normalizer is not None
-        self._asks = normalised and any(one.normalized for one in added.values())
+        self._asks = normalised and any(token.normalized for token in added.values())
 
     def mark_for(self, *values: Any) -> str:
         """Return a character absent from these values. Raises TaskError if there is none."""
         written = set().union(*map(_noncharacters, values))
-        mark = next((one for one in MARKS if one not in written), None)
+        mark = next((candidate for candidate in MARKS if candidate not in written), None)
         if mark is None or _ANCHOR in written:
             raise TaskError("the conversation contains Unicode noncharacters")
         return mark
 
-    def marked(self, value: Any, mark: str, *, whole: bool = False) -> Any:
+    def marked(self, value: Any, mark: str, *, full: bool = False) -> Any:
         """Return a copy of messages with control tokens broken by `mark`; use `whole` for tools,
         whose names templates compare."""
         if self._parse:
             return value
         if isinstance(value, str):
-            return self.broken(value, mark, whole=whole)
+            return self.broken(value, mark, full=full)
         if isinstance(value, Mapping):
             return {
-                self.broken(name, mark, whole=True): self.marked(
-                    one, mark, whole=whole or name in _WHOLE
+                self.broken(name, mark, full=True): self.marked(
+                    element, mark, full=full or name in _WHOLE
                 )
-                for name, one in value.items()
+                for name, element in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.marked(one, mark, whole=whole) for one in value]
+            return [self.marked(element, mark, full=full) for element in value]
         return value
 
-    def broken(self, text: str, mark: str, *, whole: bool) -> str:
+    def broken(self, text: str, mark: str, *, full: bool) -> str:
         """Return `text` with `mark` in control tokens and, unless `whole`, in parts that could
         form one with the template."""
-        places = {found.start() for found in self._found.finditer(text)}
-        if not whole and text:
+        places = {match.start() for match in self._found.finditer(text)}
+        if not full and text:
             places |= self._ends.places(text)
         if places:
             text = "".join(
-                letter + mark if at in places else letter for at, letter in enumerate(text)
+                letter + mark if index in places else letter for index, letter in enumerate(text)
             )
         return self._asked(text, mark) if self._asks else text
 
     def _asked(self, text: str, mark: str) -> str:
         """Break tokens matched in normalized text, at the positions that the tokenizer reports."""
         for _ in range(len(text)):
-            found = next(iter(self._tokens(text, mark)), None)
-            if found is None:
+            token = next(iter(self._tokens(text, mark)), None)
+            if token is None:
                 break
-            start, end = found[1:]
-            at = end - len(text[start:end].lstrip()) + 1
-            text = text[:at] + mark + text[at:]
+            start, end = token[1:]
+            cut = end - len(text[start:end].lstrip()) + 1
+            text = text[:cut] + mark + text[cut:]
         return text
 
     def ids(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a rendered text, without the marks."""
         if self._parse or mark not in text:
-            whole: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            return whole
-        found: list[int] = []
+            encoded: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return encoded
+        ids: list[int] = []
         done = 0
         for token_id, start, end in self._tokens(text, mark):
-            found += [*self._stretch(text[done:start], mark, first=not found), token_id]
+            ids += [*self._stretch(text[done:start], mark, first=not ids), token_id]
             done = end
-        return found + self._stretch(text[done:], mark, first=not found)
+        return ids + self._stretch(text[done:], mark, first=not ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of these ids, including control tokens."""
@@ -163,7 +165,7 @@ class _Ends:
 
 def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Match all positions where one of these starts, including nested ones."""
-    words = "|".join(re.escape(one) for one in sorted(tokens, key=len, reverse=True))
+    words = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
     return re.compile(f"(?={words})" if words else r"(?!)")
 
 

@@ -54,21 +54,21 @@ class Templates:
 
 def find_templates(assets: Path) -> Templates | None:
     """Return the chat templates of a model directory, or None. Raises PolicyError."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name in reversed(_CONFIGS):
         value = read_object(assets / name).get("chat_template")
         if isinstance(value, str):
-            found["default"] = value
+            templates["default"] = value
         elif isinstance(value, list):
-            found |= {one["name"]: one["template"] for one in value}
+            templates |= {template["name"]: template["template"] for template in value}
         elif isinstance(value, dict):
-            found |= value
+            templates |= value
     file = assets / FILE
     if file.is_file():  # The file precedes templates in the configs.
-        found = {"default": read_template(file)}
+        templates = {"default": read_template(file)}
     for more in sorted((assets / _OTHERS).glob("*.jinja")):
-        found[more.stem] = read_template(more)
-    return Templates(found) if found else None
+        templates[more.stem] = read_template(more)
+    return Templates(templates) if templates else None
 
 
 def read_template(path: Path) -> str:
@@ -81,13 +81,13 @@ def read_template(path: Path) -> str:
 
 def special_tokens(assets: Path) -> dict[str, str]:
     """Return the special tokens of the model's files by their names in templates."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in read_object(assets / name).items():
             token = value.get("content") if isinstance(value, dict) else value
             if key.removesuffix("_token") in _SPECIAL and isinstance(token, str):
-                found[key] = token
-    return {key: token for key, token in found.items() if key.endswith("_token")}
+                tokens[key] = token
+    return {key: token for key, token in tokens.items() if key.endswith("_token")}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _tojson(
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    return _ESCAPED.sub(lambda found: chr(int("fd" + found[1], 16)), text) if ensure_ascii else text
+    return _ESCAPED.sub(lambda match: chr(int("fd" + match[1], 16)), text) if ensure_ascii else text
 
 
 def _raise(message: str) -> str:

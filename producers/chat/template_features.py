@@ -58,10 +58,10 @@ class TemplateFeatures:
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages in the template's form. Raises TaskError for unsupported messages."""
-        return [self._message(one) for one in messages]
+        return [self._message(message) for message in messages]
 
-    def _message(self, one: Message) -> dict[str, Any]:
-        role, content = one.get("role"), text_of(one.get("content"))
+    def _message(self, message: Message) -> dict[str, Any]:
+        role, content = message.get("role"), text_of(message.get("content"))
         if role not in ROLES:
             raise TaskError(f"a message has the role {role!r}", hint=f"roles: {', '.join(ROLES)}")
         if role == "developer" and not self.developer:
@@ -70,22 +70,22 @@ class TemplateFeatures:
             raise TaskError("the model's chat template ignores system messages")
         if role == "tool" and not self.results:
             raise TaskError("the model's chat template ignores tool results")
-        said = {
+        converted = {
             key: value
-            for key, value in one.items()
+            for key, value in message.items()
             if key not in ("content", "reasoning_content", "tool_calls")
         }
-        said["role"] = role
-        said["content"] = content if self.content == "text" else _parts(content)
-        if one.get("reasoning_content") and self.reasoning:
-            said[self.reasoning] = one["reasoning_content"]
-        if one.get("tool_calls"):
+        converted["role"] = role
+        converted["content"] = content if self.content == "text" else _parts(content)
+        if message.get("reasoning_content") and self.reasoning:
+            converted[self.reasoning] = message["reasoning_content"]
+        if message.get("tool_calls"):
             if not self.calls:
                 raise TaskError("the model's chat template ignores tool calls")
-            said["tool_calls"] = [self._call(call) for call in one["tool_calls"]]
+            converted["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             if not content and self.empty == "none":
-                said["content"] = None
-        return said
+                converted["content"] = None
+        return converted
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -101,8 +101,8 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list | tuple):
-        parts = [one.get("text") if isinstance(one, Mapping) else one for one in content]
-        texts = [one for one in parts if isinstance(one, str)]
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
             return "".join(texts)
     raise TaskError("a message's content is neither text nor text parts")
@@ -111,8 +111,8 @@ def text_of(content: Any) -> str:
 def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools as function schemas for templates."""
     return [
-        dict(one) if "function" in one else {"type": "function", "function": dict(one)}
-        for one in tools
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
+        for tool in tools
     ]
 
 
@@ -121,9 +121,10 @@ def learn(template: Template, tool_template: Template) -> TemplateFeatures:
     user messages."""
     features = next(
         (
-            one
-            for one in (TemplateFeatures(), TemplateFeatures(content="parts"))
-            if _shows(template, one, [_USER], "quorl") and _shows(template, one, _pair(), "blint")
+            features
+            for features in (TemplateFeatures(), TemplateFeatures(content="parts"))
+            if _shows(template, features, [_USER], "quorl")
+            and _shows(template, features, _pair(), "blint")
         ),
         None,
     )
@@ -146,10 +147,12 @@ def _pair() -> list[Message]:
 
 def _with_reasoning(template: Template, features: TemplateFeatures) -> TemplateFeatures:
     for key in ("reasoning_content", "reasoning", "thinking"):
-        found = replace(features, reasoning=key)
-        if _shows(template, found, [_USER, _thoughtful(_ANSWER)], "druff"):
+        candidate = replace(features, reasoning=key)
+        if _shows(template, candidate, [_USER, _thoughtful(_ANSWER)], "druff"):
             always = features.thinking == "always"
-            return found if always else replace(found, thinking=_thinking(template, found))
+            return (
+                candidate if always else replace(candidate, thinking=_thinking(template, candidate))
+            )
     return features
 
 
@@ -168,8 +171,8 @@ def _thinking(template: Template, features: TemplateFeatures) -> Literal["free",
     asked = template.render(features.messages([_USER]), (), generate=True)
     turns = (_ANSWER, _thoughtful(_ANSWER))
     without, with_ = (
-        template.render(features.messages([_USER, one]), (), generate=False).startswith(asked)
-        for one in turns
+        template.render(features.messages([_USER, turn]), (), generate=False).startswith(asked)
+        for turn in turns
     )
     if with_ == without:
         return "free"
@@ -184,21 +187,21 @@ def _with_tools(template: Template, features: TemplateFeatures) -> TemplateFeatu
     result = {"role": "tool", "content": "twisp", "name": "zamble", "tool_call_id": "call00000"}
     tools = [PROBE_TOOL] if shown else []
     for as_object, as_text in itertools.product((True, False), (True, False)):
-        found = replace(
+        candidate = replace(
             features,
             arguments="object" if as_object else "text",
             empty="text" if as_text else "none",
             calls=True,
             results=True,
         )
-        if not _shows(template, found, calling, "zamble", "froom", tools=tools):
+        if not _shows(template, candidate, calling, "zamble", "froom", tools=tools):
             continue
         several = [call("zamble", "froom"), call("zamble", "grent", 1)]
         both: list[Message] = [_USER, {**turn, "tool_calls": several}]
         return replace(
-            found,
-            results=_shows(template, found, [*calling, result], "twisp", tools=tools),
-            parallel=_shows(template, found, both, "froom", "grent", tools=tools),
+            candidate,
+            results=_shows(template, candidate, [*calling, result], "twisp", tools=tools),
+            parallel=_shows(template, candidate, both, "froom", "grent", tools=tools),
         )
     return features
 

@@ -38,9 +38,9 @@ class TemplateRenderer:
     ) -> str:
         """Return the text of a conversation with marked data. Raises TaskError."""
         template = self.tooled if tools else self.plain
-        said = self.safe.marked(self.features.messages(messages), mark)
+        marked = self.safe.marked(self.features.messages(messages), mark)
         return template.render(
-            said, self.safe.marked(schemas(tools), mark, whole=True), generate=generate
+            marked, self.safe.marked(schemas(tools), mark, full=True), generate=generate
         )
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -74,9 +74,9 @@ class TemplateRenderer:
         """
         del before  # Ids of the prompt; the messages already contain it.
         mark = self.safe.mark_for(history, turn, new, tools)
-        earlier, said = [_thoughtless(one) for one in history], _thoughtless(turn)
-        after = self.render([*earlier, said, *new], tools, mark, generate=generate)
-        text = after[self._end_of_turn(earlier, said, after, tools, mark) :]
+        earlier, answer = [_thoughtless(message) for message in history], _thoughtless(turn)
+        after = self.render([*earlier, answer, *new], tools, mark, generate=generate)
+        text = after[self._end_of_turn(earlier, answer, after, tools, mark) :]
         ids = self.safe.ids(text, mark)
         last = sampled[-1] if sampled else -1
         ended = last in self.stop_ids and bool(ids) and (ids[0] == last or ids[0] in self.closers)
@@ -88,32 +88,36 @@ class TemplateRenderer:
         for messages, generate in ((before, False), (before, True)):
             start = self.render(messages, tools, mark, generate=generate)
             if after.startswith(start):
-                found = self._stops.search(after, len(start)) if self.stop_ids else None
-                if found is not None:
-                    return found.start()
+                match = self._stops.search(after, len(start)) if self.stop_ids else None
+                if match is not None:
+                    return match.start()
         spoken = self.render([*before, turn], tools, mark, generate=False)
         if not after.startswith(spoken):
             raise TaskError("the chat template rewrites earlier messages of a conversation")
         return len(spoken)
 
-    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+    def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
         """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
-        mark = self.safe.mark_for(history, said, tools)
+        mark = self.safe.mark_for(history, message, tools)
         prompt = self.render(history, tools, mark, generate=True)
-        text = self.render([*history, said], tools, mark, generate=False)
+        text = self.render([*history, message], tools, mark, generate=False)
         if not text.startswith(prompt):
             raise TaskError("the generation prompt of the chat template differs from its turns")
-        found = self._stops.search(text, len(prompt))
-        whole = self.safe.ids(text[: found.end() if found else len(text)], mark)
+        match = self._stops.search(text, len(prompt))
+        all_ids = self.safe.ids(text[: match.end() if match else len(text)], mark)
         start = self.safe.ids(prompt, mark)
-        ids = whole[len(start) :]
-        if whole[: len(start)] != start:  # no model samples tokens across the border
-            ids = self.safe.ids(text[len(prompt) : found.end() if found else len(text)], mark)
-        return ids if found or not self.stop_ids else [*ids, min(self.stop_ids)]
+        ids = all_ids[len(start) :]
+        if all_ids[: len(start)] != start:  # no model samples tokens across the border
+            ids = self.safe.ids(text[len(prompt) : match.end() if match else len(text)], mark)
+        return ids if match or not self.stop_ids else [*ids, min(self.stop_ids)]
 
     @property
     def _stops(self) -> re.Pattern[str]:
-        texts = (self.safe.control[one] for one in self.stop_ids if one in self.safe.control)
+        texts = (
+            self.safe.control[token_id]
+            for token_id in self.stop_ids
+            if token_id in self.safe.control
+        )
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
@@ -129,9 +133,9 @@ def closers(template: Template, features: TemplateFeatures, safe: SafeText) -> f
         behind.append(safe.tokens(text[text.rindex("blint") :]))
     if not behind[0]:
         return frozenset()
-    found = {behind[0][0]}
+    first = {behind[0][0]}
     # After calls, call tokens or another end token may follow.
-    return frozenset(found | {one[-1] for one in behind[1:] if one and not found & {*one}})
+    return frozenset(first | {ids[-1] for ids in behind[1:] if ids and not first & {*ids}})
 
 
 def _thoughtless(message: Message) -> Message:

@@ -94,7 +94,7 @@ class Tokenizer:
 
     def _opening(self, assets: Path) -> tuple[str, ...]:
         named = {text for key, text in special_tokens(assets).items() if key != "bos_token"}
-        ends = {self.backend.id_to_token(one) for one in self.stop_ids}
+        ends = {self.backend.id_to_token(token_id) for token_id in self.stop_ids}
         return tuple(self.control - named - ends - set(MARKERS))
 
     def check_unrendered(self, text: str) -> None:
@@ -111,8 +111,8 @@ class Tokenizer:
 
     def spelled(self, text: str) -> str:
         """Return the first control token that a text spells in plain text, or an empty string."""
-        found = None if self._parses else self._found.search(text)
-        return found[0] if found else ""
+        match = None if self._parses else self._found.search(text)
+        return match[0] if match else ""
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the model's begin-of-sequence token. Raises TaskError as
@@ -137,15 +137,15 @@ class Tokenizer:
         for texts."""
         if self._parses:
             return self.ids(self.full_text(token_ids))
-        found: list[int] = []
-        for is_added, some in itertools.groupby(token_ids, key=self._added.__contains__):
-            part = list(some)
-            found += part if is_added else self.ids(self.full_text(part))
-        return found
+        ids: list[int] = []
+        for is_added, group in itertools.groupby(token_ids, key=self._added.__contains__):
+            part = list(group)
+            ids += part if is_added else self.ids(self.full_text(part))
+        return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens without those of `hidden`."""
-        return self.full_text([one for one in token_ids if one not in self.hidden])
+        return self.full_text([token_id for token_id in token_ids if token_id not in self.hidden])
 
     def full_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens with all special tokens."""
@@ -183,18 +183,20 @@ def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> to
 
     spec: dict[str, Any] = json.loads(backend.to_str())
     model = spec["model"]
-    words = [one for one in spec["added_tokens"] if one["content"] not in control]
+    words = [word for word in spec["added_tokens"] if word["content"] not in control]
     added = set(control) - {_unknown(model)}
     spec["added_tokens"], spec["post_processor"] = words, None
     # Keep the words' ids: otherwise they would get the first free ones.
-    ids = {one["content"]: one["id"] for one in words}
+    ids = {word["content"]: word["id"] for word in words}
     if isinstance(model["vocab"], dict):
-        left = {piece: at for piece, at in model["vocab"].items() if piece not in added}
-        model["vocab"] = left | ids
+        vocabulary = {
+            piece: token_id for piece, token_id in model["vocab"].items() if piece not in added
+        }
+        model["vocab"] = vocabulary | ids
     else:
         model["vocab"] = _without(model["vocab"], added, ids)
     if "merges" in model:
-        model["merges"] = [one for one in model["merges"] if added.isdisjoint(_pieces(one))]
+        model["merges"] = [merge for merge in model["merges"] if added.isdisjoint(_pieces(merge))]
     return Backend.from_str(json.dumps(spec))
 
 
@@ -202,21 +204,21 @@ def _without(
     pieces: Sequence[tuple[str, float]], added: Collection[str], ids: Mapping[str, int]
 ) -> list[tuple[str, float]]:
     least = min(score for _, score in pieces)
-    found = [
-        (_NOWHERE.format(at) if piece in added else piece, score)
-        for at, (piece, score) in enumerate(pieces)
+    converted = [
+        (_NOWHERE.format(index) if piece in added else piece, score)
+        for index, (piece, score) in enumerate(pieces)
     ]
-    end = max([len(found), *(at + 1 for at in ids.values())])
-    found += [(_NOWHERE.format(at), least) for at in range(len(found), end)]
-    for piece, at in ids.items():
-        found[at] = (piece, found[at][1])
-    return found
+    end = max([len(converted), *(token_id + 1 for token_id in ids.values())])
+    converted += [(_NOWHERE.format(index), least) for index in range(len(converted), end)]
+    for piece, token_id in ids.items():
+        converted[token_id] = (piece, converted[token_id][1])
+    return converted
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
-    place = model.get("unk_id")
-    if place is not None:
-        return str(model["vocab"][place][0])
+    token_id = model.get("unk_id")
+    if token_id is not None:
+        return str(model["vocab"][token_id][0])
     return model.get("unk_token")
 
 
@@ -241,15 +243,15 @@ def _converted(assets: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        made: Any = AutoTokenizer.from_pretrained(assets, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(assets, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise PolicyError(
             f"{assets} has no readable tokenizer: {str(error).splitlines()[0]}",
             hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
         ) from None
-    if not getattr(made, "is_fast", False):
+    if not getattr(tokenizer, "is_fast", False):
         raise PolicyError(f"the tokenizer in {assets} has no fast version")
-    backend: tokenizers.Tokenizer = made.backend_tokenizer
+    backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
     return backend
 
 
@@ -257,22 +259,22 @@ def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
     for probe in _PROBES:
         bare: list[int] = backend.encode(probe, add_special_tokens=False).ids
         dressed: list[int] = backend.encode(probe, add_special_tokens=True).ids
-        for at in range(len(dressed) - len(bare) + 1 if bare else 0):
-            if dressed[at : at + len(bare)] == bare:
-                return dressed[:at]
+        for index in range(len(dressed) - len(bare) + 1 if bare else 0):
+            if dressed[index : index + len(bare)] == bare:
+                return dressed[:index]
     return []
 
 
 def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
     named = _eos_token(assets)
     own = None if named is None else backend.token_to_id(named)
-    found = set() if own is None else {own}
+    stop_ids = set() if own is None else {own}
     special = {
         token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
     }
     configured = _eos_ids(assets)
-    found |= configured & special
-    return tuple(sorted(found or configured))
+    stop_ids |= configured & special
+    return tuple(sorted(stop_ids or configured))
 
 
 def _eos_token(assets: Path) -> str | None:

@@ -65,14 +65,14 @@ class TypedRenderer:
         """Return the text of these ids, including added tokens."""
         return self._safe.text(token_ids)
 
-    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+    def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
         """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
-        found = self._render([*history, said], tools, generate=False)
+        rendered = self._render([*history, message], tools, generate=False)
         start = len(history)
-        if len(found.sampled_mask) != len(found.token_ids):
+        if len(rendered.sampled_mask) != len(rendered.token_ids):
             raise TaskError(f"renderer {self.name} does not mark sampled tokens")
-        kept = zip(found.token_ids, found.message_indices, found.sampled_mask, strict=True)
-        return [one for one, message, sampled in kept if message == start and sampled]
+        kept = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=True)
+        return [token_id for token_id, message, sampled in kept if message == start and sampled]
 
     def bridge(
         self,
@@ -89,31 +89,31 @@ class TypedRenderer:
         del history, turn, generate
         mark = self._words.mark = self._safe.mark_for(new, tools)
         try:
-            found = self._renderer.bridge_to_next_turn(
+            bridged = self._renderer.bridge_to_next_turn(
                 list(before),
                 list(sampled),
                 self._safe.marked(list(new), mark),
-                tools=self._safe.marked(schemas(tools), mark, whole=True) or None,
+                tools=self._safe.marked(schemas(tools), mark, full=True) or None,
             )
         except _FAULTS as error:
             raise TaskError(f"renderer {self.name}: {error}") from None
         ids = [*before, *sampled]
-        if found is None or found.token_ids[: len(ids)] != ids:
+        if bridged is None or bridged.token_ids[: len(ids)] != ids:
             raise TaskError(f"renderer {self.name} has no bridge after this turn")
-        return list(found.token_ids[len(ids) :])
+        return list(bridged.token_ids[len(ids) :])
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
         """Parse a sampled turn."""
         try:
-            found = self._renderer.parse_response(
+            parsed = self._renderer.parse_response(
                 list(ids), tools=schemas(tools) or None, prompt_ids=list(before)
             )
         except _FAULTS as error:
             raise TaskError(f"renderer {self.name} cannot read this turn: {error}") from None
         return Turn(
-            text=found.content,
-            reasoning=found.reasoning_content or "",
-            tool_calls=tuple(map(_call, found.tool_calls)),
+            text=parsed.content,
+            reasoning=parsed.reasoning_content or "",
+            tool_calls=tuple(map(_call, parsed.tool_calls)),
         )
 
     def _ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:
@@ -123,8 +123,8 @@ class TypedRenderer:
         mark = self._words.mark = self._safe.mark_for(messages, tools)
         try:
             return self._renderer.render(
-                self._safe.marked([dict(one) for one in messages], mark),
-                tools=self._safe.marked(schemas(tools), mark, whole=True) or None,
+                self._safe.marked([dict(message) for message in messages], mark),
+                tools=self._safe.marked(schemas(tools), mark, full=True) or None,
                 add_generation_prompt=generate,
             )
         except _FAULTS as error:
@@ -153,15 +153,15 @@ class _Words:
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         if isinstance(tokens, str):
             return self._backend.token_to_id(tokens)
-        return [self._backend.token_to_id(one) for one in tokens]
+        return [self._backend.token_to_id(token) for token in tokens]
 
 
-def _call(found: Any) -> ToolCall:
-    name, arguments = found.name or "", found.arguments
-    if str(found.status) == "ok" and isinstance(arguments, Mapping):
-        return ToolCall(name=name, arguments=dict(arguments), id=found.id or "")
-    error = "arguments are not an object" if str(found.status) == "ok" else str(found.status)
-    return ToolCall(name=name, error=error.replace("_", " "), raw=found.raw)
+def _call(call: Any) -> ToolCall:
+    name, arguments = call.name or "", call.arguments
+    if str(call.status) == "ok" and isinstance(arguments, Mapping):
+        return ToolCall(name=name, arguments=dict(arguments), id=call.id or "")
+    error = "arguments are not an object" if str(call.status) == "ok" else str(call.status)
+    return ToolCall(name=name, error=error.replace("_", " "), raw=call.raw)
 
 
 def known() -> list[str]:
@@ -198,7 +198,7 @@ def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> s
         except TaskError as error:
             return str(error)
         if not same:
-            roles = ", ".join(one["role"] for one in messages)
+            roles = ", ".join(message["role"] for message in messages)
             return f"renderer {typed.name} writes ({roles}) differently from the chat template"
     return ""
 
@@ -208,8 +208,8 @@ def _first_turns(
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
     """Yield conversations up to the model's first answer, with earlier calls and results."""
     for messages, tools in conversations(template_renderer.features):
-        spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
-        answered = next(at for at in spoken if "tool_calls" not in messages[at])
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answered = next(index for index in spoken if "tool_calls" not in messages[index])
         yield messages[: spoken[0]], tools
         if answered != spoken[0]:
             yield messages[:answered], tools

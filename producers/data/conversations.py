@@ -45,9 +45,9 @@ def conversation_of(value: object, *, in_text: bool = False) -> Conversation | N
         value = _listed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return None
-    if not all(isinstance(one, Mapping) for one in value):
+    if not all(isinstance(message, Mapping) for message in value):
         return None
-    return [_message(place, one) for place, one in enumerate(value)]
+    return [_message(index, message) for index, message in enumerate(value)]
 
 
 def prompt_of(
@@ -116,22 +116,22 @@ def _listed(text: str) -> object:
         return None
 
 
-def _message(place: int, said: Mapping[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
+def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         role = ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             raise TaskError(
-                f"message {place} is from `{speaker}`", hint=f"known are {', '.join(ROLES)}"
+                f"message {index} is from `{speaker}`", hint=f"known are {', '.join(ROLES)}"
             )
         text = {"content": message.pop("value")} if "value" in message else {}
         message = {"role": role, **text, **message}
     if not isinstance(message.get("role"), str):
-        raise TaskError(f"message {place} has no `role`", hint=f"it has {', '.join(said)}")
+        raise TaskError(f"message {index} has no `role`", hint=f"it has {', '.join(given)}")
     if "content" not in message and not message.keys() & {"tool_calls", "reasoning_content"}:
-        raise TaskError(f"message {place} has no `content`", hint=f"it has {', '.join(said)}")
+        raise TaskError(f"message {index} has no `content`", hint=f"it has {', '.join(given)}")
     content = message.setdefault("content", "")
     if not isinstance(content, str | list):
-        raise TaskError(f"message {place}: its content is {type(content).__name__}, not text")
+        raise TaskError(f"message {index}: its content is {type(content).__name__}, not text")
     return message

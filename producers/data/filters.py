@@ -90,5 +90,5 @@ def _check(node: ast.AST, text: str) -> None:
 def _unknown(name: str, row: Mapping[str, Any]) -> TaskError:
     return TaskError(
         f"task.filter: no column `{name}`",
-        hint=nearest(name, row) or f"it has {', '.join(f'`{one}`' for one in row)}",
+        hint=nearest(name, row) or f"it has {', '.join(f'`{column}`' for column in row)}",
     )

@@ -78,8 +78,8 @@ def open_rows(spec: DataSpec) -> DataRows:
     filter, ResourceError if the cache is full.
     """
     sources = sources_of(spec)
-    size = sum(one.identity()[1] for one in sources if isinstance(one, DataFile))
-    if size <= MEMORY_BYTES_MAX and all(isinstance(one, DataFile) for one in sources):
+    size = sum(source.identity()[1] for source in sources if isinstance(source, DataFile))
+    if size <= MEMORY_BYTES_MAX and all(isinstance(source, DataFile) for source in sources):
         buffer = io.BytesIO()
         with contextlib.suppress(TooManyBytes):
             write_rows(chosen(sources, spec), buffer, bytes_max=MEMORY_BYTES_MAX)
@@ -115,17 +115,17 @@ def chosen(
     said_at, taken = time.monotonic(), 0
     for number, source in enumerate(sources, 1):
         where = str(source.path) if isinstance(source, DataFile) else f"hf:{source.name}"
-        for place, found in rows_of(source, spec):
+        for location, given in rows_of(source, spec):
             try:
-                row = _renamed(found, spec)
-                wanted = (keeps is None or keeps(row)) and _on_this_side(row, spec)
-                if wanted and spec.prompt:
+                row = _renamed(given, spec)
+                kept = (keeps is None or keeps(row)) and _on_this_side(row, spec)
+                if kept and spec.prompt:
                     _check_prompt(row, spec.prompt)
             except TaskError as error:
-                raise TaskError(f"{where}, {place}: {error.message}", hint=error.hint) from error
-            if wanted:
+                raise TaskError(f"{where}, {location}: {error.message}", hint=error.hint) from error
+            if kept:
                 taken += 1
-                yield f"{where}, {place}", row
+                yield f"{where}, {location}", row
             if time.monotonic() - said_at >= REPORT_S:
                 said_at = time.monotonic()
                 report(f"{taken} rows, in file {number} of {len(sources)}")
@@ -145,8 +145,8 @@ def _renamed(row: dict[str, Any], spec: DataSpec) -> dict[str, Any]:
 def _on_this_side(row: dict[str, Any], spec: DataSpec) -> bool:
     if spec.part == "all" or not spec.held_out:
         return spec.part != "eval"
-    place = int.from_bytes(hashlib.sha256(canonical(row)).digest()[:8], "big") / 2**64
-    return (place < spec.held_out) == (spec.part == "eval")
+    share = int.from_bytes(hashlib.sha256(canonical(row)).digest()[:8], "big") / 2**64
+    return (share < spec.held_out) == (spec.part == "eval")
 
 
 def _check_prompt(row: dict[str, Any], column: str) -> None:
@@ -161,8 +161,8 @@ def _check_prompt(row: dict[str, Any], column: str) -> None:
     if value is not None:
         hint = f"it has {type(value).__name__}; task.columns names another one"
         raise TaskError(f"no text in `{column}`", hint=hint)
-    others = {name: one for name, one in row.items() if name != column}
-    raise TaskError(f"no text in `{column}`", hint=nearest(column, others) or _columns(row))
+    other_columns = {name: value for name, value in row.items() if name != column}
+    raise TaskError(f"no text in `{column}`", hint=nearest(column, other_columns) or _columns(row))
 
 
 def _columns(row: dict[str, Any]) -> str:
@@ -173,7 +173,7 @@ def _columns(row: dict[str, Any]) -> str:
 
 
 def _key(sources: Sequence[Source], spec: DataSpec) -> str:
-    return sha256_hex(canonical([_FORM, spec, [one.identity() for one in sources]]))[:40]
+    return sha256_hex(canonical([_FORM, spec, [source.identity() for source in sources]]))[:40]
 
 
 def _prepare_apart(spec: DataSpec, path: Path) -> None:
@@ -217,10 +217,10 @@ def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
             if not line:
                 return None
             heard_at = time.monotonic()
-            said = decoder.decode(line)
-            if isinstance(said, DataRefused):
-                return said
-            say(said.text)
+            message = decoder.decode(line)
+            if isinstance(message, DataRefused):
+                return message
+            say(message.text)
 
 
 def _no_cache(path: Path, error: OSError) -> ResourceError:
@@ -238,8 +238,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb", buffering=0) as outbox:
         os.dup2(2, 1)  # keep prints of libraries out of the messages
 
-        def tell(said: DataProgress | DataRefused) -> None:
-            outbox.write(msgspec.json.encode(said) + b"\n")
+        def tell(message: DataProgress | DataRefused) -> None:
+            outbox.write(msgspec.json.encode(message) + b"\n")
 
         try:
             prepare(spec, Path(name), lambda text: tell(DataProgress(text)))
@@ -273,9 +273,9 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
 def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
     """Delete the least recently used row files, except the newest, until the rest fits. Mapped
     files stay readable."""
-    found = sorted(newest.parent.glob("*.rows"), key=lambda one: one.stat().st_mtime_ns)
-    total = sum(one.stat().st_size for one in found)
-    for path in found:
+    paths = sorted(newest.parent.glob("*.rows"), key=lambda path: path.stat().st_mtime_ns)
+    total = sum(path.stat().st_size for path in paths)
+    for path in paths:
         if total <= bytes_max or path == newest:
             continue
         total -= path.stat().st_size

@@ -58,10 +58,10 @@ def rows_of(source: Source, spec: DataSpec) -> Iterator[Placed]:
             head = file.read(8)
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror}") from error
-    known = next((name for magic, name in _FORMATS if head.startswith(magic)), "text")
-    if known in ("parquet", "arrow-file", "arrow-stream"):
-        return _table_rows(source, known, tuple(without(spec.columns)))
-    return _text_rows(path, known)
+    kind = next((name for magic, name in _FORMATS if head.startswith(magic)), "text")
+    if kind in ("parquet", "arrow-file", "arrow-stream"):
+        return _table_rows(source, kind, tuple(without(spec.columns)))
+    return _text_rows(path, kind)
 
 
 # Text: JSON and CSV.
@@ -116,21 +116,21 @@ def _array_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[
     view = memoryview(data)
     text = view[3:] if bytes(view[:3]) == _BOM else view
     try:
-        found = _RAWS.decode(text)
+        raws = _RAWS.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = [msgspec.Raw(msgspec.json.encode(row)) for row in _of_python(path, text, error)]
-    for number, raw in enumerate(found):
+        raws = [msgspec.Raw(msgspec.json.encode(row)) for row in _of_python(path, text, error)]
+    for number, raw in enumerate(raws):
         yield f"row {number}", _object(path, f"row {number}", raw)
 
 
-def _object(path: Path, place: Place, text: bytes | msgspec.Raw) -> dict[str, Any]:
+def _object(path: Path, location: Place, text: bytes | msgspec.Raw) -> dict[str, Any]:
     try:
         return _OBJECT.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = _of_python(f"{path}, {place}", bytes(text), error)
-        if not isinstance(found, dict):
-            raise TaskError(f"{path}, {place}: {error}") from error
-        return found
+        value = _of_python(f"{path}, {location}", bytes(text), error)
+        if not isinstance(value, dict):
+            raise TaskError(f"{path}, {location}: {error}") from error
+        return value
 
 
 def _of_python(where: object, text: bytes | memoryview, why: Exception) -> Any:
@@ -157,20 +157,22 @@ def _constant(name: str) -> None:
 
 def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator[Placed]:
     csv.field_size_limit(CELL_CHARACTERS_MAX)
-    place = "line 1"
+    location = "line 1"
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
             if len(set(names)) < len(names):
-                raise TaskError(f"{path}, {place}: two columns have the same name")
+                raise TaskError(f"{path}, {location}: two columns have the same name")
             for cells in filter(None, reader):
-                place = f"line {reader.line_num}"
+                location = f"line {reader.line_num}"
                 if len(cells) != len(names):
-                    raise TaskError(f"{path}, {place}: {len(cells)} cells for {len(names)} columns")
-                yield place, dict(zip(names, cells, strict=True))
+                    raise TaskError(
+                        f"{path}, {location}: {len(cells)} cells for {len(names)} columns"
+                    )
+                yield location, dict(zip(names, cells, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise TaskError(f"{path}, behind {place}: {error}") from error
+            raise TaskError(f"{path}, behind {location}: {error}") from error
 
 
 # Tables: Parquet, Arrow, the hub.
@@ -182,8 +184,8 @@ def _table_rows(source: DataFile, kind: str, dropped: tuple[str, ...]) -> Iterat
     try:
         yield from _rows_in(str(source.path), _batches(source.path, kind, dropped), dropped)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        said = str(error).splitlines()
-        raise TaskError(f"{source.path}: {said[0] if said else type(error).__name__}") from error
+        lines = str(error).splitlines()
+        raise TaskError(f"{source.path}: {lines[0] if lines else type(error).__name__}") from error
 
 
 def _batches(path: Path, kind: str, dropped: tuple[str, ...]) -> Iterator[Any]:
@@ -217,17 +219,17 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
     disable_progress_bar()
     where = f"hf:{source.name}"
     try:
-        found = load_dataset(
+        data = load_dataset(
             source.name, source.config or None, split=source.split, revision=source.revision or None
         )
     except (OSError, ValueError, RuntimeError, LookupError) as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise TaskError(
-            f"{where}: {said[:300]}",
+            f"{where}: {message[:300]}",
             hint="names are OWNER/NAME:CONFIG; offline (HF_HUB_OFFLINE=1) the data set must be"
             " in the cache",
         ) from error
-    yield from _rows_in(where, found.with_format("arrow").iter(BATCH_ROWS), dropped)
+    yield from _rows_in(where, data.with_format("arrow").iter(BATCH_ROWS), dropped)
 
 
 def _rows_in(where: str, batches: Iterable[Any], dropped: tuple[str, ...]) -> Iterator[Placed]:
@@ -261,8 +263,8 @@ def _in_python(table: Any) -> Any:
     import pyarrow as pa
 
     fields = [field.with_type(_python_type(field.type)) for field in table.schema]
-    wanted = pa.schema(fields)
-    return table if wanted.equals(table.schema) else table.cast(wanted, safe=False)
+    schema = pa.schema(fields)
+    return table if schema.equals(table.schema) else table.cast(schema, safe=False)
 
 
 def _python_type(kind: Any) -> Any:
@@ -278,7 +280,7 @@ def _python_type(kind: Any) -> Any:
     if types.is_decimal(kind):
         return pa.float64()
     if types.is_struct(kind):
-        return pa.struct([one.with_type(_python_type(one.type)) for one in kind])
+        return pa.struct([field.with_type(_python_type(field.type)) for field in kind])
     if types.is_list(kind) or types.is_large_list(kind):
         make: Callable[..., Any] = pa.list_ if types.is_list(kind) else pa.large_list
         return make(kind.value_field.with_type(_python_type(kind.value_type)))
@@ -297,9 +299,9 @@ def _converted(where: str, name: str, kind: Any) -> bool:
             f"{where}: column `{name}` contains bytes, expected text",
             hint=f'task.columns = {{"{top}" = ""}} drops it',
         )
-    inner = [kind.field(place) for place in range(kind.num_fields)]
-    found = [_converted(where, f"{name}.{one.name}", one.type) for one in inner]
-    return any(found) or not (
+    inner = [kind.field(index) for index in range(kind.num_fields)]
+    converted = [_converted(where, f"{name}.{field.name}", field.type) for field in inner]
+    return any(converted) or not (
         types.is_boolean(kind)
         or types.is_integer(kind)
         or types.is_string(kind)
@@ -316,7 +318,7 @@ def _is_merged(kind: Any) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     item = kind.value_type
-    names = {item.field(place).name for place in range(item.num_fields)}
+    names = {item.field(index).name for index in range(item.num_fields)}
     return bool(names & {"role", "from", "function"}) or {"name", "parameters"} <= names
 
 

@@ -74,14 +74,14 @@ class DataRows(Sequence[Mapping[str, Any]]):
 
     def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._rows))]
-        place = index + self._rows if index < 0 else index
-        if not 0 <= place < self._rows:
+            return [self[index] for index in range(*index.indices(self._rows))]
+        position = index + self._rows if index < 0 else index
+        if not 0 <= position < self._rows:
             raise IndexError(f"row {index} of {self._rows}")
-        return _DECODER.decode(self._view[self._offsets[place] : self._offsets[place + 1]])
+        return _DECODER.decode(self._view[self._offsets[position] : self._offsets[position + 1]])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[place] for place in range(self._rows))
+        return (self[index] for index in range(self._rows))
 
 
 def write_rows(
@@ -89,23 +89,23 @@ def write_rows(
 ) -> RowsFooter:
     """Write rows, offsets and footer; row positions are for messages. Raises TaskError for a row
     that is not plain JSON, TooManyBytes beyond `bytes_max`."""
-    digest, offsets, at = hashlib.sha256(), array("Q", [0]), 0
-    for place, row in rows:
+    digest, offsets, size = hashlib.sha256(), array("Q", [0]), 0
+    for location, row in rows:
         try:
             digest.update(canonical(row))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TaskError(f"{place}: not plain JSON: {error}") from error
+            raise TaskError(f"{location}: not plain JSON: {error}") from error
         digest.update(b"\n")
         line = _ENCODER.encode(row) + b"\n"
-        at += len(line)
-        if bytes_max is not None and at > bytes_max:
+        size += len(line)
+        if bytes_max is not None and size > bytes_max:
             raise TooManyBytes
         file.write(line)
-        offsets.append(at)
-    padding = -at % _WORD
+        offsets.append(size)
+    padding = -size % _WORD
     file.write(b"\0" * padding)
     file.write(offsets.tobytes())
-    footer = RowsFooter(rows=len(offsets) - 1, offsets_at=at + padding, digest=digest.hexdigest())
-    said = msgspec.json.encode(footer)
-    file.write(said + len(said).to_bytes(_WORD, "little"))
+    footer = RowsFooter(rows=len(offsets) - 1, offsets_at=size + padding, digest=digest.hexdigest())
+    encoded = msgspec.json.encode(footer)
+    file.write(encoded + len(encoded).to_bytes(_WORD, "little"))
     return footer

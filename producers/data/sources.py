@@ -30,10 +30,10 @@ class DataFile:
     def identity(self) -> tuple[str, int, int, int]:
         """Return path, size, time and inode, to detect changes. Raises TaskError."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except OSError as error:
             raise TaskError(f"{self.path}: {error.strerror}") from error
-        return str(self.path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
+        return str(self.path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,10 @@ Source = DataFile | HubSet
 def sources_of(spec: DataSpec) -> list[Source]:
     """Return files and hub data sets in order, those of a glob sorted. Raises TaskError for missing
     files or splits."""
-    found: list[Source] = []
+    sources: list[Source] = []
     for named in spec.sources:
-        found += [_hub(named, spec.split)] if named.startswith(HUB) else _local(named, spec.split)
-    return found
+        sources += [_hub(named, spec.split)] if named.startswith(HUB) else _local(named, spec.split)
+    return sources
 
 
 def _hub(named: str, split: str) -> HubSet:
@@ -88,14 +88,16 @@ def _matches(named: str) -> Sequence[Path]:
         matching = sorted(glob.glob(named, recursive=True))  # noqa: PTH207  # a pattern of any root
         if not matching:
             raise TaskError(f"{named}: no file matches")
-        return [Path(one) for one in matching]
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        return [Path(path) for path in matching]
+    beside = [path.name for path in path.parent.iterdir()] if path.parent.is_dir() else []
     raise TaskError(f"{path}: No such file or directory", hint=nearest(path.name, beside))
 
 
 def _saved(folder: Path, split: str) -> Iterator[DataFile]:
     if (folder / "dataset_dict.json").is_file():
-        splits = [str(one) for one in _plain(folder / "dataset_dict.json").get("splits", ())]
+        splits = [
+            str(split_name) for split_name in _plain(folder / "dataset_dict.json").get("splits", ())
+        ]
         if not split:
             split = splits[0] if len(splits) == 1 else DEFAULT_SPLIT
         if split not in splits:
@@ -114,8 +116,8 @@ def _saved(folder: Path, split: str) -> Iterator[DataFile]:
     state = _plain(folder / "state.json")
     if state.get("_indices_data_files"):
         raise TaskError(f"{folder}: rows are selected by an indices file", hint="save it again")
-    for one in state.get("_data_files", ()):
-        yield DataFile(path=folder / one["filename"])
+    for data_file in state.get("_data_files", ()):
+        yield DataFile(path=folder / data_file["filename"])
 
 
 def _plain(path: Path) -> dict[str, Any]:

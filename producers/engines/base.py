@@ -91,10 +91,10 @@ class ResidentVersions(Generic[V]):
         if held is None and len(self._versions) >= self.most > 1:
             raise ValueError(f"{self.most} versions are resident; drop one first")
         if held is None or held.digest != digest:
-            made = self._made(path, version, digest)
+            resident = self._made(path, version, digest)
             for other in list(self._versions) if self.most == 1 else [version]:
                 self.drop(other)
-            self._versions[version] = made
+            self._versions[version] = resident
         self._latest = version
 
     def forget(self) -> None:
@@ -104,7 +104,11 @@ class ResidentVersions(Generic[V]):
 
     @property
     def digests(self) -> set[str]:
-        return {one.digest for one in self._versions.values()} if self.adapters else {self.base}
+        return (
+            {version.digest for version in self._versions.values()}
+            if self.adapters
+            else {self.base}
+        )
 
     def drop(self, version: int) -> None:
         self._versions.pop(version, None)
@@ -170,11 +174,11 @@ class EngineBase(Generic[R]):
         return len(self._rows)
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        whole = self._versions.is_whole(weights, digest)
-        if self._rows and (whole or self._versions.replaces(version, digest)):
+        full = self._versions.is_whole(weights, digest)
+        if self._rows and (full or self._versions.replaces(version, digest)):
             raise ValueError(f"{self.active} rows are active; weights change without requests")
         started_ns = self._clock.now_ns()
-        if whole:
+        if full:
             held = self._read(weights, version, digest)
             return self._replaced(held, weights, version, digest, started_ns)
         self._versions.add(weights, version=version, digest=digest)
@@ -203,7 +207,7 @@ class EngineBase(Generic[R]):
         loaded = self._replaced(held, weights, version, digest, started_ns)
         for row in self._rows.values():
             self._go_on(row)
-        return [*(one for one in pending if one is not None), loaded]
+        return [*(event for event in pending if event is not None), loaded]
 
     def kv_error(self, request: EngineRequest) -> str | None:
         kv = request.kv

@@ -71,8 +71,8 @@ class SamplingParams:
     @property
     def plain(self) -> bool:
         """Return whether `logprobs` are those of the sampling distribution."""
-        whole = self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
-        return whole and self.temperature == self.logprob_temperature
+        full = self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
+        return full and self.temperature == self.logprob_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,8 @@ class KeptPrefixes:
         """Return the data of the longest cached prefix and mark it used; None if empty."""
         path = self._path(weights, ids)
         self._use([edge for edge, _ in path])
-        found = [edge.data[..., :used, :] for edge, used in path]
-        return np.concatenate(found, axis=-2) if found else None
+        parts = [edge.data[..., :used, :] for edge, used in path]
+        return np.concatenate(parts, axis=-2) if parts else None
 
     def keep(self, weights: str, ids: Integers, copied: Copied) -> None:
         """Cache a sequence unless it is too long; copies only what is new."""
@@ -79,26 +79,26 @@ class KeptPrefixes:
 
     def retain(self, weights: Collection[str]) -> None:
         """Forget prefixes of other weights."""
-        for gone in set(self._roots) - set(weights):
-            left = list(self._roots.pop(gone).children.values())
-            while left:
-                edge = left.pop()
-                left += edge.children.values()
+        for removed in set(self._roots) - set(weights):
+            edges = list(self._roots.pop(removed).children.values())
+            while edges:
+                edge = edges.pop()
+                edges += edge.children.values()
                 self._forget(edge)
 
     def _path(self, weights: str, ids: Integers) -> list[tuple[_Edge, int]]:
         """Return the edges of the cached prefix, and the tokens used of each."""
-        edge, at, found = self._roots.get(weights), 0, []
-        while edge is not None and at < len(ids):
-            edge = edge.children.get(int(ids[at]))
+        edge, offset, edges = self._roots.get(weights), 0, []
+        while edge is not None and offset < len(ids):
+            edge = edge.children.get(int(ids[offset]))
             if edge is None:
                 break
-            used = common_prefix(edge.ids, ids[at:])
-            found.append((edge, used))
-            at += used
+            used = common_prefix(edge.ids, ids[offset:])
+            edges.append((edge, used))
+            offset += used
             if used < len(edge.ids):
                 break
-        return found
+        return edges
 
     def _use(self, path: list[_Edge]) -> None:
         for edge in reversed(path):
@@ -133,8 +133,8 @@ class KeptPrefixes:
         self.tokens -= len(edge.ids)
 
 
-def common_prefix(one: Ids, other: Ids) -> int:
+def common_prefix(ids: Ids, other: Ids) -> int:
     """Return the length of the common prefix."""
-    size = min(len(one), len(other))
-    differing = np.flatnonzero(one[:size] != other[:size])
+    size = min(len(ids), len(other))
+    differing = np.flatnonzero(ids[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

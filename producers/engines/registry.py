@@ -67,13 +67,13 @@ def engine_kind(name: str, directory: str = "") -> EngineKind:
             f"workers.engine: no engine `{name}`", hint=nearest(name, BUILT_IN) or own
         )
     with importable(directory):
-        found = load_attribute("workers.engine", name)
-    if not isinstance(found, EngineKind):
+        kind = load_attribute("workers.engine", name)
+    if not isinstance(kind, EngineKind):
         raise ConfigError(
-            f"workers.engine: `{name}` is a {type(found).__name__}, not an EngineKind",
+            f"workers.engine: `{name}` is a {type(kind).__name__}, not an EngineKind",
             hint="docs/engines.md describes engines",
         )
-    return found
+    return kind
 
 
 def need_engines(names: Iterable[str], directory: str = "") -> None:

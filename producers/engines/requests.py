@@ -80,10 +80,10 @@ def kv_mismatch(
         return "another number of tokens"
     if set(kv.arrays) != {array}:
         return "other arrays"
-    found = kv.arrays[array]
-    if found.dtype.str != dtype:
+    stored = kv.arrays[array]
+    if stored.dtype.str != dtype:
         return "another type"
-    return None if found.shape == shape else "another shape"
+    return None if stored.shape == shape else "another shape"
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:
@@ -142,16 +142,16 @@ class StopText:
 
     def _ends_in(self, new: str) -> bool:
         # Matches in known text were reported, or belong to an earlier turn.
-        text, known = self._tail + new, len(self._tail)
-        return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)
+        text, checked = self._tail + new, len(self._tail)
+        return any(text.find(stop, max(0, checked - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _end_of(self, text: str) -> str:
         return text.rstrip(_INCOMPLETE)[-self._keep :] if self._keep else ""
 
     def _restart_window(self, tokens: list[int]) -> None:
         self._window = tokens[-WINDOW_TOKENS:]
-        known = self._decode(self._window) if self._window else ""
-        self._known = known.rstrip(_INCOMPLETE)
+        text = self._decode(self._window) if self._window else ""
+        self._known = text.rstrip(_INCOMPLETE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class RunningRequest:
         """Return whether a step emits."""
         return reason is not None or 0 < self.request.emit_every <= len(self.tokens) - self.sent
 
-    def events(self, reason: StopReason | None, said: str = "") -> list[EngineEvent]:
+    def events(self, reason: StopReason | None, message: str = "") -> list[EngineEvent]:
         """Return the events of a step; `said` describes an error."""
         if not self.emits(reason):
             return []
@@ -221,8 +221,8 @@ class RunningRequest:
         events: list[EngineEvent] = [] if sampled is None else [sampled]
         if reason is None:
             return events
-        if reason == "error" and not said:
-            said = f"the log-prob of token {self.length} is not finite"
-            said += ", or the engine ended the request with it"
-        last = RequestFinished(request=self.request.request, reason=reason, error=said or None)
+        if reason == "error" and not message:
+            message = f"the log-prob of token {self.length} is not finite"
+            message += ", or the engine ended the request with it"
+        last = RequestFinished(request=self.request.request, reason=reason, error=message or None)
         return [*events, last]

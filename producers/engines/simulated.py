@@ -149,8 +149,8 @@ class SimulatedEngine(EngineBase[_Row]):
         self._asleep = False
 
     def drop(self, version: int) -> None:
-        gone = self._versions.of_number(version)
-        assert all(row.under is not gone for row in self._rows.values()), "rows run under it"
+        dropped = self._versions.of_number(version)
+        assert all(row.under is not dropped for row in self._rows.values()), "rows run under it"
         super().drop(version)
 
     def add(self, request: EngineRequest) -> None:
@@ -169,8 +169,8 @@ class SimulatedEngine(EngineBase[_Row]):
         misfit = super().kv_error(request)
         if misfit is not None or request.kv is None:
             return misfit
-        wanted = [_seed(request) & _MASK, len(request.token_ids)]
-        return None if request.kv.arrays[KV_ARRAY].tolist() == wanted else "another request"
+        expected = [_seed(request) & _MASK, len(request.token_ids)]
+        return None if request.kv.arrays[KV_ARRAY].tolist() == expected else "another request"
 
     def step(self) -> list[EngineEvent]:
         events: list[EngineEvent] = []

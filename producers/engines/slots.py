@@ -177,13 +177,13 @@ class SlotTable:
 
         A log-prob that is not finite ends its request without that token.
         """
-        at = self._count[order]
-        if not at.all():
-            self._first_ns[order[at == 0]] = wall_ns()
-        self._tokens[order, at] = drawn.tokens
-        self._logprobs[order, at] = drawn.logprobs
-        self._sampler_logprobs[order, at] = drawn.sampler_logprobs
-        self._count[order] = at + 1
+        counts = self._count[order]
+        if not counts.all():
+            self._first_ns[order[counts == 0]] = wall_ns()
+        self._tokens[order, counts] = drawn.tokens
+        self._logprobs[order, counts] = drawn.logprobs
+        self._sampler_logprobs[order, counts] = drawn.sampler_logprobs
+        self._count[order] = counts + 1
         self.last[order] = drawn.tokens
         self.cached[order] = self.length[order]
         self.length[order] += 1

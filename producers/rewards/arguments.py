@@ -101,7 +101,11 @@ class BoundGroup:
     def _given(self, name: str, row: Row, completions: Sequence[Completion]) -> Any:
         if name in ("row", "answer"):
             return _given(name, row, Completion(text=""))
-        return completions if name == "completions" else [one.text for one in completions]
+        return (
+            completions
+            if name == "completions"
+            else [completion.text for completion in completions]
+        )
 
 
 def _given(name: str, row: Row, completion: Completion) -> Any:
@@ -129,7 +133,7 @@ def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
         return Bound(function=function, takes=None, options={})
     if not options and _is_by_place(parameters, (*KNOWN, *LISTS)):
         return Bound(function=function, takes=None, options={})
-    lists = any(name in LISTS for name, one in parameters.items() if one.kind in _NAMED)
+    lists = any(name in LISTS for name, parameter in parameters.items() if parameter.kind in _NAMED)
     takes = _taken(where, parameters, options, tuple(LISTS) if lists else KNOWN)
     batches = Batches(function, options) if lists else None
     return Bound(function=function, takes=takes, options=dict(options), batches=batches)
@@ -151,35 +155,42 @@ def _taken(
     where: str,
     parameters: Mapping[str, inspect.Parameter],
     options: Mapping[str, Any],
-    known: tuple[str, ...],
+    available: tuple[str, ...],
 ) -> tuple[str, ...]:
-    named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    what = "group" if known is OF_GROUP else "trajectory"
-    takes = tuple(name for name in known if name in named and name not in options)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in _NAMED}
+    anything = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    what = "group" if available is OF_GROUP else "trajectory"
+    takes = tuple(name for name in available if name in named and name not in options)
     for name in options:
         if name not in named and not anything:
             raise ConfigError(
                 f"{where} has no option `{name}`",
-                hint=nearest(name, [one for one in named if one not in known]),
+                hint=nearest(name, [name for name in named if name not in available]),
             )
-    for name, one in parameters.items():
-        optional = one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
         if name not in takes and name not in options and not optional:
             raise ConfigError(
                 f"{where} has a parameter `{name}`, not an argument of a {what} or an option",
-                hint=nearest(name, known) or f"arguments of a {what}: {', '.join(known)}",
+                hint=nearest(name, available) or f"arguments of a {what}: {', '.join(available)}",
             )
     return takes
 
 
-def _is_by_place(parameters: Mapping[str, inspect.Parameter], known: tuple[str, ...]) -> bool:
-    needed = [one for one in parameters.values() if one.default is one.empty]
-    placed = [one.name for one in needed if one.kind in _BY_PLACE]
-    others = len(needed) - len(placed)
-    if any(one.kind is one.VAR_POSITIONAL for one in needed):
-        fits = len(placed) <= 2 and others == 1
+def _is_by_place(parameters: Mapping[str, inspect.Parameter], available: tuple[str, ...]) -> bool:
+    needed = [
+        parameter for parameter in parameters.values() if parameter.default is parameter.empty
+    ]
+    placed = [parameter.name for parameter in needed if parameter.kind in _BY_PLACE]
+    remaining = len(needed) - len(placed)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in needed):
+        fits = len(placed) <= 2 and remaining == 1
     else:
-        fits = len(placed) == 2 and not others
+        fits = len(placed) == 2 and not remaining
     means = zip(placed, ("row", "text"), strict=False)
-    return fits and all(name == meant or name not in known for name, meant in means)
+    return fits and all(name == meant or name not in available for name, meant in means)

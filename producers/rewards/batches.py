@@ -31,8 +31,8 @@ class Batch:
 
     def waits(self, waiting: bool) -> None:
         """Mark all calls as waiting; see `Place.waits`."""
-        for place in self.places:
-            place.waits(waiting)
+        for reward in self.places:
+            reward.waits(waiting)
 
 
 class Batches:
@@ -53,12 +53,12 @@ class Batches:
             batch = self._open = Batch()
             batch.answers = asyncio.create_task(self._answered(batch))
         assert batch.answers is not None
-        place = len(batch.given)
+        index = len(batch.given)
         batch.given.append(given)
         batch.places.append(PLACE.get(ELSEWHERE))
         if len(batch.given) == BATCH_MAX:
             self._close(batch)
-        return (await asyncio.shield(batch.answers))[place]
+        return (await asyncio.shield(batch.answers))[index]
 
     def _close(self, batch: Batch) -> None:
         batch.full.set()
@@ -69,7 +69,7 @@ class Batches:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(batch.full.wait(), WAIT_S)
         self._close(batch)
-        lists = {name: [one[name] for one in batch.given] for name in batch.given[0]}
+        lists = {name: [arguments[name] for arguments in batch.given] for name in batch.given[0]}
         PLACE.set(replace(batch.places[0], waits=batch.waits))
-        found = await call_user_code(partial(self._function, **lists, **self._options))
-        return in_order("a reward of lists", found, len(batch.given))
+        rewards = await call_user_code(partial(self._function, **lists, **self._options))
+        return in_order("a reward of lists", rewards, len(batch.given))

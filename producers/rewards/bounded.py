@@ -150,14 +150,14 @@ def equal(gold: str, answer: str) -> list[Any]:
     """Return whether the answer parses, whether it equals the gold answer, and its normal form."""
     from math_verify import parse, verify
 
-    wanted = _gold(gold)
-    if not wanted:
+    expected = _gold(gold)
+    if not expected:
         raise WrongQuestion(f"the row's answer is not an expression: {gold[:100]!r}")
-    found = parse(answer, parsing_timeout=None)
-    if not found:
+    parsed = parse(answer, parsing_timeout=None)
+    if not parsed:
         return [False, False, ""]
-    same = verify(wanted, found, **_VERIFY)
-    return [True, same, _written(wanted if same else found)]
+    same = verify(expected, parsed, **_VERIFY)
+    return [True, same, _written(expected if same else parsed)]
 
 
 def _written(expressions: list[Any]) -> str:
@@ -226,11 +226,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # Terminates the process at any point.
-    known: set[str] = set()
+    ready: set[str] = set()
     for line in sys.stdin.buffer:
         question = msgspec.json.decode(line, type=Question)
-        if question.what not in known:
-            known.add(question.what)
+        if question.what not in ready:
+            ready.add(question.what)
             _prepare(question.what)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         answer = _answer(question)

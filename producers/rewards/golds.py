@@ -23,10 +23,10 @@ def right_answers(answer: Any, field: str = "") -> list[Gold]:
     """
     value = plain(answer)
     items = value if isinstance(value, list) else [value]
-    found = [gold for item in items for gold in _golds(item, field)]
-    if not found:
+    golds = [gold for item in items for gold in _golds(item, field)]
+    if not golds:
         raise TaskError("the row's answer is an empty list")
-    return found
+    return golds
 
 
 def _golds(value: Any, field: str) -> list[Gold]:

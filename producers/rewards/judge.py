@@ -226,18 +226,18 @@ class JudgeClient:
             parts["cost"] = sum(tokens * price for tokens, price in prices) / 1e6
         return Reward(value=value, parts=parts)
 
-    def _read(self, said: str) -> float:
-        said = said[-ANSWER_CHARACTERS_MAX:]
+    def _read(self, reply: str) -> float:
+        reply = reply[-ANSWER_CHARACTERS_MAX:]
         if self._options.field:
-            found = _field(said, self._options.field)
+            score = _field(reply, self._options.field)
         else:
-            found = _number(
-                HELPER.ask("search", pattern=self._options.pattern, group="1", text=said)
+            score = _number(
+                HELPER.ask("search", pattern=self._options.pattern, group="1", text=reply)
             )
         low, high = self._options.range
-        if found is None or not low <= found <= high:
-            raise Retry(f"the judge gave no score from {low:g} to {high:g}: {quoted(said)}")
-        return (found - low) / (high - low)
+        if score is None or not low <= score <= high:
+            raise Retry(f"the judge gave no score from {low:g} to {high:g}: {quoted(reply)}")
+        return (score - low) / (high - low)
 
     def _ask(self, question: Mapping[str, Any]) -> JudgeAnswer:
         try:
@@ -294,13 +294,13 @@ class _Completion(msgspec.Struct):
 
 def _judge_answer(body: bytes) -> JudgeAnswer:
     try:
-        found = msgspec.json.decode(body, type=_Completion)
-        said = found.choices[0].message.content
+        completion = msgspec.json.decode(body, type=_Completion)
+        content = completion.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
         raise Retry(f"the judge's answer is not a chat completion: {error}") from None
-    usage = found.usage or _Usage()
+    usage = completion.usage or _Usage()
     return JudgeAnswer(
-        said=said or "",
+        said=content or "",
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
     )
@@ -328,14 +328,14 @@ def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
     return _kept(path) or judged
 
 
-def _field(said: str, field: str) -> float | None:
-    for text in (last_block(said), *_OBJECT.findall(said)[-1:]):
+def _field(reply: str, field: str) -> float | None:
+    for text in (last_block(reply), *_OBJECT.findall(reply)[-1:]):
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and field in found:
-            return _number(found[field])
+        if isinstance(value, dict) and field in value:
+            return _number(value[field])
     return None
 
 

@@ -132,28 +132,28 @@ class Programs:
         tests = read_tests(row[self._options.column])
         program = last_block(text)
         if isinstance(tests[0], Expected):
-            pairs = [one for one in tests if isinstance(one, Expected)]
+            pairs = [test for test in tests if isinstance(test, Expected)]
             passed = await self._printed(program, pairs)
         else:
-            passed = await self._asserted(program, [str(one) for one in tests])
+            passed = await self._asserted(program, [str(test) for test in tests])
         share = passed / len(tests)
         value = share if self._options.share else float(passed == len(tests))
         return Reward(value=value, parts={"passed": share})
 
     async def _asserted(self, program: str, tests: Sequence[str]) -> int:
         token = secrets.token_hex(16)
-        told = {"answer": program, "tests": tests, "token": token}
-        run = Program(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(told).decode())
+        message = {"answer": program, "tests": tests, "token": token}
+        run = Program(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(message).decode())
         ended = await self._ended(self._order([run], {}, isolate=self._isolate))
-        lines = {line for one in ended for line in one["output"].split("\n")}
-        return sum(f"{token} {place}" in lines for place in range(len(tests)))
+        lines = {line for result in ended for line in result["output"].split("\n")}
+        return sum(f"{token} {index}" in lines for index in range(len(tests)))
 
     async def _printed(self, program: str, tests: Sequence[Expected]) -> int:
-        runs = [Program(arguments=["answer.py"], stdin=one.input) for one in tests]
+        runs = [Program(arguments=["answer.py"], stdin=test.input) for test in tests]
         ended = await self._ended(self._order(runs, {"answer.py": program}, isolate=self._isolate))
         return sum(
-            one["status"] == 0 and _lines(one["output"]) == _lines(test.output)
-            for test, one in zip(tests, ended, strict=False)
+            result["status"] == 0 and _lines(result["output"]) == _lines(test.output)
+            for test, result in zip(tests, ended, strict=False)
         )
 
     def _order(self, runs: list[Program], files: dict[str, str], *, isolate: bool) -> Order:
@@ -191,7 +191,7 @@ class Programs:
                 *_command(directory), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
             )
             try:
-                said, _ = await process.communicate(msgspec.json.encode(order))
+                output, _ = await process.communicate(msgspec.json.encode(order))
             finally:
                 if process.returncode is None:
                     process.terminate()  # It kills its programs, then exits.
@@ -202,7 +202,7 @@ class Programs:
                     await process.wait()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        return _read(said, process.returncode)
+        return _read(output, process.returncode)
 
     def _runs(self, *, isolate: bool) -> bool:
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
@@ -220,21 +220,21 @@ def _command(directory: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(SANDBOX), str(os.getpid()), directory]
 
 
-def _read(said: bytes, status: int | None) -> list[Ended]:
+def _read(output: bytes, status: int | None) -> list[Ended]:
     """Parse the sandbox's output. Raises Retry if it is incomplete, which is the machine's
     fault."""
     try:
-        return msgspec.json.decode(said, type=list[Ended])
+        return msgspec.json.decode(output, type=list[Ended])
     except msgspec.DecodeError:
         raise Retry(f"the program runner ended with status {status}") from None
 
 
 def read_tests(value: Any) -> list[str | Expected]:
     """Return the tests of a row from any of their forms. Raises ValueError."""
-    found = _tests(value)
-    if not found or len(found) > TESTS_MAX:
-        raise ValueError(f"a row has {len(found)} tests, expected 1 to {TESTS_MAX}")
-    return found
+    tests = _tests(value)
+    if not tests or len(tests) > TESTS_MAX:
+        raise ValueError(f"a row has {len(tests)} tests, expected 1 to {TESTS_MAX}")
+    return tests
 
 
 def _tests(value: Any) -> list[str | Expected]:
@@ -250,9 +250,9 @@ def _tests(value: Any) -> list[str | Expected]:
             raise ValueError(f"tests call `{name}` with values; write the tests in Python")
         case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
             pairs = zip(inputs, outputs, strict=True)
-            return [Expected(_text(said), _text(wanted)) for said, wanted in pairs]
+            return [Expected(_text(stdin), _text(stdout)) for stdin, stdout in pairs]
         case [*items]:
-            return [_test(one) for one in items]
+            return [_test(test) for test in items]
     raise ValueError(f"tests are {type(value).__name__}: expected Python or input and output")
 
 
@@ -260,8 +260,8 @@ def _test(value: Any) -> str | Expected:
     match value:
         case str():
             return value
-        case {"input": said, "output": wanted}:
-            return Expected(_text(said), _text(wanted))
+        case {"input": stdin, "output": stdout}:
+            return Expected(_text(stdin), _text(stdout))
     raise ValueError("a test is neither a text of Python nor a table with `input` and `output`")
 
 

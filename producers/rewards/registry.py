@@ -104,25 +104,25 @@ class Rewards:
         if self._bare:
             given: float | Reward = _asked(alone, row, completion)[0]
             return given  # An awaitable, or an invalid answer that the caller reports.
-        found = _asked(alone, row, completion)
-        if any(map(inspect.isawaitable, found)):
-            return self._together(found, functools.partial(_sum, alone))
-        return _sum(alone, found)
+        answers = _asked(alone, row, completion)
+        if any(map(inspect.isawaitable, answers)):
+            return self._together(answers, functools.partial(_sum, alone))
+        return _sum(alone, answers)
 
     def score_group(
         self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
         """Score a group; return one Reward per completion, in order. See `score`."""
         alone, of_groups = self._parts
-        found = _asked(of_groups, row, completions)
+        answers = _asked(of_groups, row, completions)
         summed = functools.partial(_sums, of_groups, len(completions), bool(alone))
-        if any(map(inspect.isawaitable, found)):
-            return self._together(found, summed)
-        return summed(found)
+        if any(map(inspect.isawaitable, answers)):
+            return self._together(answers, summed)
+        return summed(answers)
 
     @property
     def scores_groups(self) -> bool:
-        return any(one.group for one in self._uses)
+        return any(use.group for use in self._uses)
 
     @property
     def wants_answer(self) -> bool:
@@ -145,57 +145,62 @@ class Rewards:
     def sources(self) -> tuple[Any, ...]:
         """Return the objects that determine the scores (`Task.reward_sources`)."""
         alone, of_groups = self._parts
-        return tuple(one for part in (*alone, *of_groups) for one in part.sources)
+        return tuple(source for part in (*alone, *of_groups) for source in part.sources)
 
     @functools.cached_property
     def _parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         parts: tuple[list[Part], list[Part]] = ([], [])
-        for at, use in enumerate(self._uses):
-            key = KEY if self._single else f"{KEY}[{at}]"
+        for index, use in enumerate(self._uses):
+            key = KEY if self._single else f"{KEY}[{index}]"
             parts[use.group].append(_open(key, use, self._context))
         return tuple(parts[0]), tuple(parts[1])
 
     async def _together(
-        self, found: Sequence[Any], summed: Callable[[Sequence[Any]], Summed]
+        self, results: Sequence[Any], summed: Callable[[Sequence[Any]], Summed]
     ) -> Summed:
         """Await all; on an error or cancellation, cancel the rest."""
-        waiting = [asyncio.ensure_future(one) for one in found if inspect.isawaitable(one)]
+        waiting = [
+            asyncio.ensure_future(answer) for answer in results if inspect.isawaitable(answer)
+        ]
         try:
             await asyncio.gather(*waiting)
         finally:
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         answers = iter(waiting)
         return summed(
-            [next(answers).result() if inspect.isawaitable(one) else one for one in found]
+            [
+                next(answers).result() if inspect.isawaitable(answer) else answer
+                for answer in results
+            ]
         )
 
 
 def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
-    found: list[Any] = []
+    answers: list[Any] = []
     try:
         for part in parts:
-            found.append(part.ask(*asked))
+            answers.append(part.ask(*asked))
     finally:
-        if len(found) < len(parts):
-            _drop(found)
-    return found
+        if len(answers) < len(parts):
+            _drop(answers)
+    return answers
 
 
-def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
+def _sum(asked: Sequence[Part], answers: Sequence[Any]) -> Reward:
     value, answer = 0.0, ""
     parts: dict[str, float] = {}
-    scored = [part for part, one in zip(asked, found, strict=True) if one is not None]
-    for part, one in zip(asked, found, strict=True):
-        if one is None:
+    scored = [part for part, answer in zip(asked, answers, strict=True) if answer is not None]
+    for part, part_answer in zip(asked, answers, strict=True):
+        if part_answer is None:
             parts |= _abstained([part])
             continue
-        said = one if isinstance(one, Reward) else Reward(value=one)
-        score = parts[part.name] = _number(part.name, said.value)
+        reward = part_answer if isinstance(part_answer, Reward) else Reward(value=part_answer)
+        score = parts[part.name] = _number(part.name, reward.value)
         value += part.weight * score
-        answer = answer or said.answer
-        parts |= {f"{part.name}.{name}": inner for name, inner in said.parts.items()}
+        answer = answer or reward.answer
+        parts |= {f"{part.name}.{name}": inner for name, inner in reward.parts.items()}
     total, counted = _weight(asked), _weight(scored)
     if (asked and not scored) or (total and not counted):
         silent = [part.name for part in asked if part not in scored]
@@ -214,15 +219,15 @@ def _abstained(parts: Sequence[Part]) -> dict[str, float]:
     return {f"{part.name}.{ABSTAINED}": 1.0 for part in parts}
 
 
-def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any]) -> list[Reward]:
+def _sums(asked: Sequence[Part], count: int, beside: bool, answers: Sequence[Any]) -> list[Reward]:
     """If all abstain on all trajectories, they leave the single rewards unchanged (`beside`)."""
     given = [
-        in_order(f"the reward `{part.name}`", one, count)
-        for part, one in zip(asked, found, strict=True)
+        in_order(f"the reward `{part.name}`", answer, count)
+        for part, answer in zip(asked, answers, strict=True)
     ]
-    if beside and all(one is None for items in given for one in items):
+    if beside and all(value is None for items in given for value in items):
         return [Reward(value=0.0, parts=_abstained(asked))] * count
-    return [_sum(asked, one) for one in zip(*given, strict=True)]
+    return [_sum(asked, row) for row in zip(*given, strict=True)]
 
 
 def open_rewards(task: model.Task) -> Rewards:
@@ -289,8 +294,8 @@ def _built_in(
     for key in given:
         if key not in options.__struct_fields__:
             hint = nearest(key, options.__struct_fields__)
-            known = f"it takes {', '.join(options.__struct_fields__) or 'none'}"
-            raise ConfigError(f"{where} has no option `{key}`", hint=hint or known)
+            default_hint = f"it takes {', '.join(options.__struct_fields__) or 'none'}"
+            raise ConfigError(f"{where} has no option `{key}`", hint=hint or default_hint)
     try:
         chosen = msgspec.convert(dict(given), options)
     except msgspec.ValidationError as error:
@@ -304,10 +309,10 @@ def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
         raise ConfigError(f"{where}: options: {error}") from error
-    made: object = kind(**options)
-    if not callable(made):
+    function: object = kind(**options)
+    if not callable(function):
         raise TaskError(f"{where} is a class without `__call__`")
-    return made
+    return function
 
 
 def _number(name: str, value: object) -> float:
@@ -319,7 +324,7 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _drop(found: Sequence[Any]) -> None:
-    for one in found:
-        if inspect.iscoroutine(one):
-            one.close()
+def _drop(answers: Sequence[Any]) -> None:
+    for answer in answers:
+        if inspect.iscoroutine(answer):
+            answer.close()

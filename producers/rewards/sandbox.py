@@ -103,10 +103,10 @@ def enter_namespaces() -> None:
     Path("/proc/self/gid_map").write_text(f"{INNER_ID} {group} 1")
 
 
-def mount(kind: str, place: str, flags: int, options: str) -> None:
+def mount(kind: str, path: str, flags: int, options: str) -> None:
     """Call mount(2)."""
-    done = LIBC.mount(b"none", place.encode(), kind.encode(), flags, options.encode())
-    check(done, f"mount {place}")
+    done = LIBC.mount(b"none", path.encode(), kind.encode(), flags, options.encode())
+    check(done, f"mount {path}")
 
 
 def hide_files(directory: str, room_bytes: int) -> None:
@@ -120,14 +120,15 @@ def hide_files(directory: str, room_bytes: int) -> None:
     check(done, "mount_setattr")
     needed = (sys.base_prefix, sys.prefix, sys.executable)
     hidden = [
-        place
-        for place in HIDDEN
-        if Path(place).is_dir() and not any(one.startswith(f"{place}/") for one in needed)
+        path
+        for path in HIDDEN
+        if Path(path).is_dir()
+        and not any(needed_path.startswith(f"{path}/") for needed_path in needed)
     ]
-    writable = next((place for place in hidden if directory.startswith(f"{place}/")), directory)
-    for place in hidden:
-        if place != writable:
-            mount("tmpfs", place, MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
+    writable = next((path for path in hidden if directory.startswith(f"{path}/")), directory)
+    for path in hidden:
+        if path != writable:
+            mount("tmpfs", path, MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
     mount("tmpfs", writable, MS_NOSUID | MS_NODEV, f"size={room_bytes},mode=700")
     Path(directory).mkdir(parents=True, exist_ok=True)
 
@@ -146,17 +147,17 @@ def limit(order: Order, *, isolated: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (order["processes"] + BESIDE,) * 2)
 
 
-def run(order: Order, one: Program, directory: str, end: float) -> Ended:
+def run(order: Order, program: Program, directory: str, end: float) -> Ended:
     """Run a program until it ends or reaches a limit."""
     given, output = os.memfd_create("input"), os.memfd_create("output")
-    os.write(given, one["stdin"].encode(errors="replace"))
+    os.write(given, program["stdin"].encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
-    told, tell = os.pipe()
+    status_pipe, tell = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            _between(order, one, directory, parent, (given, output), tell)
+            _between(order, program, directory, parent, (given, output), tell)
         os._exit(127)
     os.close(tell)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -165,17 +166,22 @@ def run(order: Order, one: Program, directory: str, end: float) -> Ended:
         in_time = _wait(child, order["processes"], end)
     finally:
         kill(child)
-    words = os.read(told, 100).decode().split()
+    words = os.read(status_pipe, 100).decode().split()
     size = min(os.fstat(output).st_size, OUTPUT_BYTES_MAX)
-    said = os.pread(output, size, 0).decode(errors="replace")
-    for number in (told, output, given):
+    text = os.pread(output, size, 0).decode(errors="replace")
+    for number in (status_pipe, output, given):
         os.close(number)
     status = int(words[1]) if in_time and len(words) == 2 else None
-    return {"status": status, "output": said, "isolated": words[:1] == ["alone"]}
+    return {"status": status, "output": text, "isolated": words[:1] == ["alone"]}
 
 
 def _between(
-    order: Order, one: Program, directory: str, parent: int, pipes: tuple[int, int], tell: int
+    order: Order,
+    order_program: Program,
+    directory: str,
+    parent: int,
+    pipes: tuple[int, int],
+    tell: int,
 ) -> None:
     die_with(parent)
     os.setpgid(0, 0)
@@ -194,14 +200,14 @@ def _between(
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     program = os.fork()
     if program == 0:
-        _become(order, one, directory, pipes, isolated=isolated)
+        _become(order, order_program, directory, pipes, isolated=isolated)
     _, status = os.waitpid(program, 0)
     os.write(tell, str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 
 def _become(
-    order: Order, one: Program, directory: str, pipes: tuple[int, int], *, isolated: bool
+    order: Order, program: Program, directory: str, pipes: tuple[int, int], *, isolated: bool
 ) -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -218,7 +224,9 @@ def _become(
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    os.execve(sys.executable, [sys.executable, "-s", "-P", "-B", *one["arguments"]], environment)
+    os.execve(
+        sys.executable, [sys.executable, "-s", "-P", "-B", *program["arguments"]], environment
+    )
 
 
 def _wait(child: int, processes: int, end: float) -> bool:
@@ -234,16 +242,16 @@ def _wait(child: int, processes: int, end: float) -> bool:
 
 def descendants(process: int, most: int) -> list[int]:
     """Return descendants of a process, at most `most`."""
-    found: list[int] = []
+    processes: list[int] = []
     look = [process]
-    while look and len(found) < most:
-        one = look.pop()
+    while look and len(processes) < most:
+        process_id = look.pop()
         with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{one}/task").iterdir():
+            for task in Path(f"/proc/{process_id}/task").iterdir():
                 below = [int(word) for word in (task / "children").read_text().split()]
-                found += below
+                processes += below
                 look += below
-    return found
+    return processes
 
 
 def kill(child: int) -> None:
@@ -251,9 +259,9 @@ def kill(child: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     for _ in range(ROUNDS_MAX):
-        for one in descendants(os.getpid(), 10_000):
+        for descendant in descendants(os.getpid(), 10_000):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(descendant, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -271,8 +279,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     end = time.monotonic() + order["wall_s"]
     ended: list[Any] = []
-    for one in order["runs"]:
-        ended.append(run(order, one, directory, end))
+    for program in order["runs"]:
+        ended.append(run(order, program, directory, end))
         if ended[-1]["status"] is None or (order["stop"] and ended[-1]["status"] != 0):
             break
     json.dump(ended, sys.stdout)

@@ -23,17 +23,17 @@ _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
 
 def last_block(text: str) -> str:
     """Return the content of the last closed fenced block, or the entire text."""
-    found: str | None = None
+    block: str | None = None
     inside: list[str] | None = None
     for line in text.splitlines(keepends=True):
         if line.lstrip().startswith("```"):
             if inside is None:
                 inside = []
             else:
-                found, inside = "".join(inside), None
+                block, inside = "".join(inside), None
         elif inside is not None:
             inside.append(line)
-    return text if found is None else found
+    return text if block is None else block
 
 
 class Compared(Options, frozen=True, kw_only=True):
@@ -70,35 +70,35 @@ class Math(Compared, frozen=True, kw_only=True):
 
     def score(self, completion: Completion, answer: Any) -> Reward:
         """Return 1 or 0. Raises TaskError if no answer of the row is an expression."""
-        said = self.part(completion)
+        answer_text = self.part(completion)
         if self.boxed:
-            inner = last_boxed(said)
-            said = "" if inner is None else f"\\boxed{{{inner}}}"
-        found, why = [], ""
+            inner = last_boxed(answer_text)
+            answer_text = "" if inner is None else f"\\boxed{{{inner}}}"
+        judgements, why = [], ""
         for gold in right_answers(answer, self.field):
             try:
-                found.append(HELPER.ask("equal", gold=str(gold), answer=said))
+                judgements.append(HELPER.ask("equal", gold=str(gold), answer=answer_text))
             except WrongQuestion as error:
                 why = why or str(error)
-        if not found:
+        if not judgements:
             raise TaskError(why)
-        judged = [one for one in found if one is not None]
-        if not any(equal for _, equal, _ in judged) and len(judged) < len(found):
+        judged = [judgement for judgement in judgements if judgement is not None]
+        if not any(equal for _, equal, _ in judged) and len(judged) < len(judgements):
             return _STOPPED
-        parsed, equal, read = max(judged, key=lambda one: one[1])
+        parsed, equal, read = max(judged, key=lambda judgement: judgement[1])
         return Reward(value=float(equal), parts={"parsed": float(parsed)}, answer=read)
 
 
 def last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{...}`` with balanced braces, or None."""
-    at = text.rfind("\\boxed{")
-    if at < 0:
+    position = text.rfind("\\boxed{")
+    if position < 0:
         return None
-    depth, start = 1, at + len("\\boxed{")
-    for place, one in enumerate(text[start:], start):
-        depth += (one == "{") - (one == "}")
+    depth, start = 1, position + len("\\boxed{")
+    for index, char in enumerate(text[start:], start):
+        depth += (char == "{") - (char == "}")
         if not depth:
-            return text[start:place]
+            return text[start:index]
     return None
 
 
@@ -128,23 +128,23 @@ class Exact(Compared, frozen=True, kw_only=True):
 
     def score(self, completion: Completion, answer: Any) -> Reward:
         """Return 1 or 0."""
-        said, golds = self.part(completion), right_answers(answer, self.field)
+        text, golds = self.part(completion), right_answers(answer, self.field)
         if self.behind:
-            _, marker, said = said.rpartition(self.behind)
+            _, marker, text = text.rpartition(self.behind)
             if not marker:
                 return Reward(value=0.0)
-        return _compared(said, golds, self._normal)
+        return _compared(text, golds, self._normal)
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text if self.case else text.casefold()
 
 
-def _compared(said: str, golds: Sequence[Gold], normal: Callable[[str], str]) -> Reward:
-    said = normal(said)
+def _compared(text: str, golds: Sequence[Gold], normal: Callable[[str], str]) -> Reward:
+    text = normal(text)
     golds = [normal(gold) if isinstance(gold, str) else gold for gold in golds]
-    right = any(is_right(said, gold) for gold in golds)
-    return Reward(value=float(right), answer=str(golds[0]) if right else said)
+    right = any(is_right(text, gold) for gold in golds)
+    return Reward(value=float(right), answer=str(golds[0]) if right else text)
 
 
 class Regex(Compared, frozen=True, kw_only=True):
@@ -160,8 +160,8 @@ class Regex(Compared, frozen=True, kw_only=True):
             groups = re.compile(self.pattern)
         except re.error as error:
             raise ConfigError(f"{where}: pattern: {error}") from None
-        known = {*groups.groupindex, *map(str, range(groups.groups + 1))}
-        if self.group and self.group not in known:
+        known_groups = {*groups.groupindex, *map(str, range(groups.groups + 1))}
+        if self.group and self.group not in known_groups:
             raise ConfigError(f"{where}: the pattern has no group `{self.group}`")
         return self.compared if self.group else self.found
 
@@ -220,8 +220,8 @@ class JsonSchema(Options, frozen=True, kw_only=True):
             schema = msgspec.json.decode(schema)
         if not isinstance(schema, Mapping):
             raise ValueError(f"the schema in `{self.column}` is {type(schema).__name__}")
-        found = HELPER.ask("conforms", schema=dict(schema), text=last_block(text))
-        if found is None:
+        verdict = HELPER.ask("conforms", schema=dict(schema), text=last_block(text))
+        if verdict is None:
             return _STOPPED
-        is_json, conforms, read = found
+        is_json, conforms, read = verdict
         return Reward(value=float(conforms), parts={"json": float(is_json)}, answer=read)

@@ -60,7 +60,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         )
     choice = (request.tool_choice or {}).get("type")
     user = (request.metadata or {}).get("user_id")
-    wanted = CallRequest(
+    call_request = CallRequest(
         api="messages",
         messages=messages_of(chat_messages(request)),
         tools=tools_of([*map(_tool, request.tools or ())], _CHOICES.get(str(choice), choice)),
@@ -70,22 +70,22 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         caller=caller_of(caller, user if isinstance(user, str) else None),
         model=request.model,
     )
-    return request, wanted
+    return request, call_request
 
 
 def chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
     """Return chat messages. Raises Refused for unsupported blocks."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if request.system:
-        found.append({"role": "system", "content": _text(request.system, "system")})
-    for at, one in enumerate(request.messages):
-        content = one.get("content", "")
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for index, message in enumerate(request.messages):
+        content = message.get("content", "")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if one.get("role") == "assistant":
-            found.append(_assistant(blocks, f"messages[{at}]"))
+        if message.get("role") == "assistant":
+            messages.append(_assistant(blocks, f"messages[{index}]"))
         else:
-            found += _user(blocks, f"messages[{at}]")
-    return found
+            messages += _user(blocks, f"messages[{index}]")
+    return messages
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,22 +98,22 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         match block:
             case {"type": "text", "text": str(text)}:
-                said["content"] += text
+                message["content"] += text
             case {"type": "thinking", "thinking": str(text)}:
-                said["reasoning_content"] = said.get("reasoning_content", "") + text
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
             case {"type": "tool_use", "name": name, "input": arguments}:
                 call = {"name": name, "arguments": arguments}
-                one = {"type": "function", "id": block.get("id", ""), "function": call}
-                said.setdefault("tool_calls", []).append(one)
+                call_part = {"type": "function", "id": block.get("id", ""), "function": call}
+                message.setdefault("tool_calls", []).append(call_part)
             case {"type": "redacted_thinking"}:
                 pass
             case _:
                 raise _not_offered(block, where)
-    return said
+    return message
 
 
 def _user(blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
@@ -149,18 +149,18 @@ def _not_offered(block: Any, where: str) -> Refused:
 
 
 def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:
-    said = sampled.turn.message()
+    turn = sampled.turn.message()
     content: list[dict[str, Any]] = []
-    if said.get("reasoning_content"):
-        thoughts = said["reasoning_content"]
+    if turn.get("reasoning_content"):
+        thoughts = turn["reasoning_content"]
         content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-    if said["content"]:
-        content.append({"type": "text", "text": said["content"]})
-    for call in said.get("tool_calls", ()):
+    if turn["content"]:
+        content.append({"type": "text", "text": turn["content"]})
+    for call in turn.get("tool_calls", ()):
         function = call["function"]
         use = {"id": call["id"], "name": function["name"], "input": function["arguments"]}
         content.append({"type": "tool_use", **use})
-    reason, stop = _stopped(request, sampled, calls="tool_calls" in said)
+    reason, stop = _stopped(request, sampled, calls="tool_calls" in turn)
     return {
         "id": f"msg_{number}",
         "type": "message",
@@ -184,16 +184,18 @@ def _stopped(request: MessagesRequest, sampled: Sampled, *, calls: bool) -> tupl
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return stream events."""
     start = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
-    found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-    for at, block in enumerate(answer["content"]):
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for index, block in enumerate(answer["content"]):
         empty, deltas = _opened(block)
-        found.append({"type": "content_block_start", "index": at, "content_block": empty})
-        found += [{"type": "content_block_delta", "index": at, "delta": one} for one in deltas]
-        found.append({"type": "content_block_stop", "index": at})
+        events.append({"type": "content_block_start", "index": index, "content_block": empty})
+        events += [
+            {"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas
+        ]
+        events.append({"type": "content_block_stop", "index": index})
     delta = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
-    found.append({"type": "message_delta", "delta": delta, "usage": answer["usage"]})
-    found.append({"type": "message_stop"})
-    return [(one["type"], one) for one in found]
+    events.append({"type": "message_delta", "delta": delta, "usage": answer["usage"]})
+    events.append({"type": "message_stop"})
+    return [(event["type"], event) for event in events]
 
 
 def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -170,12 +170,12 @@ class Sampled:
 
 def asked_of(settings: Mapping[str, Any], run: model.Sampling) -> dict[str, Any]:
     """Return settings that differ from the run's."""
-    found: dict[str, Any] = {}
+    shortened: dict[str, Any] = {}
     for name, value in settings.items():
         off = -1 if name == "top_k" else None  # vLLM: all tokens
         if name not in FOLLOWED or value not in (off, getattr(run, name)):
-            found[name] = _short(value)
-    return found
+            shortened[name] = _short(value)
+    return shortened
 
 
 def _short(value: Any) -> Any:
@@ -224,14 +224,14 @@ def template_of(kwargs: Mapping[str, Any] | None, thinking: bool | None) -> dict
     return {**(kwargs or {}), **({} if thinking is None else {"enable_thinking": thinking})}
 
 
-def check_template(wanted: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def check_template(template: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Raise Refused for variables that differ from the run's."""
-    others = [name for name, value in wanted.items() if name not in run or run[name] != value]
-    if others:
+    differing = [name for name, value in template.items() if name not in run or run[name] != value]
+    if differing:
         raise Refused(
             400,
             "unsupported",
-            f"chat_template_kwargs: {', '.join(others)} differ from the run:"
+            f"chat_template_kwargs: {', '.join(differing)} differ from the run:"
             " set task.chat_template_kwargs",
         )
 
@@ -253,25 +253,27 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
             "unsupported",
             f"tool_choice: `{named}` is not supported: use `auto` or `none`",
         )
-    for at, one in enumerate(given or ()):
-        function = one.get("function")
-        if one.get("type", "function") != "function" or not isinstance(function, Mapping):
-            kind = one.get("type")
+    for index, tool in enumerate(given or ()):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+            kind = tool.get("type")
             raise Refused(
-                400, "unsupported", f"tools[{at}]: of type `{kind}`; only functions are supported"
+                400,
+                "unsupported",
+                f"tools[{index}]: of type `{kind}`; only functions are supported",
             )
         if not isinstance(function.get("name"), str):
-            raise Refused(400, "invalid_request", f"tools[{at}].function.name is not text")
-    return () if named == "none" else [dict(one) for one in given or ()]
+            raise Refused(400, "invalid_request", f"tools[{index}].function.name is not text")
+    return () if named == "none" else [dict(tool) for tool in given or ()]
 
 
 def stops_of(given: Any) -> tuple[str, ...]:
     """Return the stop strings. Raises Refused."""
-    found = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(found) > STOPS_MAX or any(len(one) > STOP_CHARACTERS_MAX for one in found):
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(stops) > STOPS_MAX or any(len(stop) > STOP_CHARACTERS_MAX for stop in stops):
         most = f"{STOPS_MAX} of {STOP_CHARACTERS_MAX} characters"
         raise Refused(400, "invalid_request", f"stop: more than {most}")
-    return tuple(dict.fromkeys(one for one in found if one))
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
 def choices_of(given: int | None) -> int:
@@ -284,13 +286,13 @@ def choices_of(given: int | None) -> int:
 
 def most_tokens(*given: int | None) -> int | None:
     """Return the smallest limit. Raises Refused."""
-    found = [one for one in given if one is not None]
-    if any(one < 1 for one in found):
-        raise Refused(400, "invalid_request", f"max_tokens: {min(found)} is less than 1")
-    return min(found, default=None)
+    limits = [limit for limit in given if limit is not None]
+    if any(limit < 1 for limit in limits):
+        raise Refused(400, "invalid_request", f"max_tokens: {min(limits)} is less than 1")
+    return min(limits, default=None)
 
 
 def caller_of(*given: str | None) -> str:
     """Return the first name, sanitized."""
-    named = next((one for one in given if one), "")
-    return "".join(one if one.isprintable() else "?" for one in named)[:CALLER_CHARACTERS_MAX]
+    named = next((caller for caller in given if caller), "")
+    return "".join(char if char.isprintable() else "?" for char in named)[:CALLER_CHARACTERS_MAX]

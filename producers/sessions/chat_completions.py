@@ -51,11 +51,11 @@ _OF_MESSAGES: Final = ("audio", "function_call", "partial", "prefix")
 def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
     """Parse a request. Raises Refused."""
     request, settings = decoded(body, ChatRequest)
-    for at, one in enumerate(request.messages):
+    for index, message in enumerate(request.messages):
         for key in _OF_MESSAGES:
-            if one.get(key):
-                raise Refused(400, "unsupported", f"messages[{at}].{key} is not supported")
-    wanted = CallRequest(
+            if message.get(key):
+                raise Refused(400, "unsupported", f"messages[{index}].{key} is not supported")
+    call_request = CallRequest(
         api="chat",
         messages=messages_of(request.messages),
         tools=tools_of(request.tools, request.tool_choice),
@@ -67,7 +67,7 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
         caller=caller_of(caller, request.user),
         model=request.model,
     )
-    return request, wanted
+    return request, call_request
 
 
 def completion(
@@ -80,34 +80,34 @@ def completion(
     prompt_ids: Sequence[int],
 ) -> dict[str, Any]:
     """Return the answer; `pieces` are token texts for log-probs."""
-    found: dict[str, Any] = {
+    completion: dict[str, Any] = {
         "id": answer_id,
         "object": "chat.completion",
         "created": created_s,
         "model": request.model,
         "choices": [
-            _choice(request, at, one, pieces[at] if pieces else ())
-            for at, one in enumerate(choices)
+            _choice(request, index, choice, pieces[index] if pieces else ())
+            for index, choice in enumerate(choices)
         ],
         "usage": usage(choices),
     }
     if request.return_token_ids:
-        found["prompt_token_ids"] = list(prompt_ids)
-    return found
+        completion["prompt_token_ids"] = list(prompt_ids)
+    return completion
 
 
 def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
     """Yield stream chunks."""
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    for one in answer["choices"]:
-        delta = {**one["message"]}
+    for choice in answer["choices"]:
+        delta = {**choice["message"]}
         calls = delta.pop("tool_calls", [])
         if calls:
-            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
-        rest = {key: one[key] for key in ("index", "logprobs", "token_ids") if key in one}
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        rest = {key: choice[key] for key in ("index", "logprobs", "token_ids") if key in choice}
         yield {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
-        last = {"index": one["index"], "delta": {}, "finish_reason": one["finish_reason"]}
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         yield {**head, "choices": [last]}
     if with_usage:
         yield {**head, "choices": [], "usage": answer["usage"]}
@@ -116,12 +116,12 @@ def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, An
 def usage(choices: Sequence[Sampled]) -> dict[str, int]:
     """Return token counts."""
     prompt = choices[0].prompt_tokens
-    sampled = sum(len(one.token_ids) for one in choices)
+    sampled = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _choice(
-    request: ChatRequest, at: int, sampled: Sampled, pieces: Sequence[str]
+    request: ChatRequest, index: int, sampled: Sampled, pieces: Sequence[str]
 ) -> dict[str, Any]:
     message = sampled.turn.message()
     for call in message.get("tool_calls", ()):
@@ -130,18 +130,18 @@ def _choice(
     if "tool_calls" in message and not message["content"]:
         message["content"] = None
     finish = FINISH.get(sampled.finish, "stop")
-    found: dict[str, Any] = {
-        "index": at,
+    choice: dict[str, Any] = {
+        "index": index,
         "message": message,
         "logprobs": None,
         "finish_reason": "tool_calls" if "tool_calls" in message and finish == "stop" else finish,
     }
     if request.logprobs:
         pairs = zip(pieces, sampled.logprobs, strict=True)
-        found["logprobs"] = {"content": [_logprob(text, value) for text, value in pairs]}
+        choice["logprobs"] = {"content": [_logprob(text, value) for text, value in pairs]}
     if request.return_token_ids:
-        found["token_ids"] = list(sampled.token_ids)
-    return found
+        choice["token_ids"] = list(sampled.token_ids)
+    return choice
 
 
 def _logprob(text: str, value: float) -> dict[str, Any]:

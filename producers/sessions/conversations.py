@@ -41,10 +41,10 @@ class Answered:
 
     def ids(self) -> list[int]:
         parts: list[array[int]] = []
-        one: Answered | None = self
-        while one is not None:
-            parts += [one.sampled, one.given]
-            one = one.before
+        answered: Answered | None = self
+        while answered is not None:
+            parts += [answered.sampled, answered.given]
+            answered = answered.before
         return [token_id for part in reversed(parts) for token_id in part]
 
 
@@ -76,15 +76,19 @@ class Conversations:
         """Return a prompt. Raises TaskError if the chat template rejects it."""
         chat = chat or self._chat
         digests = list(_digests(messages, tools))
-        for at in range(len(messages) - 1, 0, -1):
-            found = self._answered.get(digests[at])
+        for index in range(len(messages) - 1, 0, -1):
+            answered = self._answered.get(digests[index])
             bridge = (
-                None if found is None else _bridge(chat, found, messages[:at], messages[at:], tools)
+                None
+                if answered is None
+                else _bridge(chat, answered, messages[:index], messages[index:], tools)
             )
-            if found is not None and bridge is not None:
-                ids = [*found.ids(), *bridge]
+            if answered is not None and bridge is not None:
+                ids = [*answered.ids(), *bridge]
                 given = array("i", bridge)
-                return Prompt(ids=ids, before=found, given=given, digest=digests[-1], tools=tools)
+                return Prompt(
+                    ids=ids, before=answered, given=given, digest=digests[-1], tools=tools
+                )
         ids = chat.start(messages, tools).prompt_ids
         return Prompt(ids=ids, before=None, given=array("i", ids), digest=digests[-1], tools=tools)
 
@@ -93,11 +97,11 @@ class Conversations:
     ) -> tuple[Turn, str]:
         """Return the turn and the stop string that ended it. Tool call ids are unique in the
         session."""
-        said = self._chat.parse(sampled, prompt.ids, prompt.tools)
-        calls = self._named(said.tool_calls, prompt, sampled)
-        text, stopped = _cut(said.text, stop)
-        said = msgspec.structs.replace(said, text=text, tool_calls=calls)
-        message = said.message()
+        turn = self._chat.parse(sampled, prompt.ids, prompt.tools)
+        calls = self._named(turn.tool_calls, prompt, sampled)
+        text, stopped = _cut(turn.text, stop)
+        turn = msgspec.structs.replace(turn, text=text, tool_calls=calls)
+        message = turn.message()
         self._answered.setdefault(
             _behind(prompt.digest, message),
             Answered(
@@ -107,25 +111,25 @@ class Conversations:
                 message=message,
             ),
         )
-        return said, stopped
+        return turn, stopped
 
     def _named(
         self, calls: Sequence[ToolCall], prompt: Prompt, sampled: Sequence[int]
     ) -> tuple[ToolCall, ...]:
         """Add missing tool call ids, which a restarted agent gets again, whatever the order of its
         sub-agents."""
-        if all(one.id for one in calls):
+        if all(call.id for call in calls):
             return tuple(calls)
         turn = hashlib.sha256(prompt.digest + array("i", sampled).tobytes()).digest()
         again, self._turns[turn] = self._turns[turn], self._turns[turn] + 1
         return tuple(
-            one if one.id else msgspec.structs.replace(one, id=_call_id(turn, again, at))
-            for at, one in enumerate(calls)
+            call if call.id else msgspec.structs.replace(call, id=_call_id(turn, again, index))
+            for index, call in enumerate(calls)
         )
 
 
 def _bridge(
-    chat: Chat, found: Answered, before: Sequence[Message], new: Sequence[Message], tools: Tools
+    chat: Chat, answered: Answered, before: Sequence[Message], new: Sequence[Message], tools: Tools
 ) -> list[int] | None:
     """Return the ids of `new`, or None without a bridge."""
     if chat.flaw:
@@ -133,11 +137,11 @@ def _bridge(
     try:
         return chat.bridge(
             before[:-1],
-            found.message,
+            answered.message,
             new,
             tools,
-            before=found.prompt_ids(),
-            sampled=list(found.sampled),
+            before=answered.prompt_ids(),
+            sampled=list(answered.sampled),
             generate=True,
         )
     except TaskError:
@@ -148,31 +152,33 @@ def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
     """Yield digests of the tools and each prefix of messages."""
     digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     yield digest
-    for one in messages:
-        digest = _behind(digest, one)
+    for message in messages:
+        digest = _behind(digest, message)
         yield digest
 
 
 def _behind(digest: bytes, message: Message) -> bytes:
     """Add a message to a digest, without reasoning: most agents do not return it."""
     calls = [
-        [one.get("id", ""), one["function"]["name"], one["function"]["arguments"]]
-        for one in message.get("tool_calls", ())
+        [call.get("id", ""), call["function"]["name"], call["function"]["arguments"]]
+        for call in message.get("tool_calls", ())
     ]
-    said = [message["role"], message["content"], message.get("tool_call_id", ""), calls]
-    text = json.dumps(said, sort_keys=True)
+    content = [message["role"], message["content"], message.get("tool_call_id", ""), calls]
+    text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(digest + text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _call_id(turn: bytes, again: int, at: int) -> str:
+def _call_id(turn: bytes, again: int, index: int) -> str:
     """Return nine characters: Mistral's templates reject other lengths."""
-    digest = hashlib.sha256(turn + array("q", [again, at]).tobytes()).digest()
+    digest = hashlib.sha256(turn + array("q", [again, index]).tobytes()).digest()
     return base64.b32encode(digest)[:9].decode().lower()
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    places = [(text.find(one), one) for one in stop if one and one in text]
+    places = [
+        (text.find(text_stop), text_stop) for text_stop in stop if text_stop and text_stop in text
+    ]
     if not places:
         return text, ""
-    at, stopped = min(places)
-    return text[:at], stopped
+    position, stopped = min(places)
+    return text[:position], stopped

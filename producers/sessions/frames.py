@@ -132,9 +132,9 @@ def packed_ids(token_ids: Sequence[int]) -> bytes:
 
 def unpacked_ids(data: bytes) -> list[int]:
     """Decode ids."""
-    found = array("i")
-    found.frombytes(data)
-    return _little(found).tolist()
+    ids = array("i")
+    ids.frombytes(data)
+    return _little(ids).tolist()
 
 
 def _little(ids: array[int]) -> array[int]:

@@ -42,7 +42,7 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
         name = "response_format" if key == "format" else key
         if value is not None and value != NEUTRAL.get(name):
             settings[name] = value
-    wanted = CallRequest(
+    call_request = CallRequest(
         api="responses",
         messages=messages_of(list(chat_messages(request))),
         tools=tools_of([*map(_tool, request.tools or ())], request.tool_choice),
@@ -51,7 +51,7 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
         caller=caller_of(caller, request.user),
         model=request.model,
     )
-    return request, wanted
+    return request, call_request
 
 
 def chat_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
@@ -86,16 +86,16 @@ def _is_spoken(item: Mapping[str, Any]) -> bool:
 
 
 def _assistant(items: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
     for item in items:
         match item.get("type", "message"):
             case "message":
-                said["content"] += _text(item.get("content", ""))
+                message["content"] += _text(item.get("content", ""))
             case "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                one = {"type": "function", "id": item.get("call_id", ""), "function": call}
-                said.setdefault("tool_calls", []).append(one)
-    return said
+                call_part = {"type": "function", "id": item.get("call_id", ""), "function": call}
+                message.setdefault("tool_calls", []).append(call_part)
+    return message
 
 
 def _text(content: Any) -> str:
@@ -114,8 +114,8 @@ def _text(content: Any) -> str:
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         return {"type": tool.get("type")}  # run by OpenAI
-    known = ("name", "description", "parameters")
-    function = {key: tool[key] for key in known if tool.get(key) is not None}
+    fields = ("name", "description", "parameters")
+    function = {key: tool[key] for key in fields if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
@@ -151,24 +151,24 @@ def response(
     }
 
 
-def _output(said: dict[str, Any], number: int, status: str) -> list[dict[str, Any]]:
+def _output(message: dict[str, Any], number: int, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if said.get("reasoning_content"):
-        thoughts = [{"type": "reasoning_text", "text": said["reasoning_content"]}]
+    if message.get("reasoning_content"):
+        thoughts = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
         items.append(
             {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": thoughts}
         )
-    calls = said.get("tool_calls", ())
-    if said["content"] or not calls:
-        text = {"type": "output_text", "text": said["content"], "annotations": []}
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
         head = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": status}
         items.append({**head, "content": [text]})
-    for at, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call["function"]
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{number}_{at}",
+                "id": f"fc_{number}_{index}",
                 "call_id": call["id"],
                 "name": function["name"],
                 "arguments": msgspec.json.encode(function["arguments"]).decode(),
@@ -181,33 +181,33 @@ def _output(said: dict[str, Any], number: int, status: str) -> list[dict[str, An
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return stream events."""
     begun = {**answer, "status": "in_progress", "output": [], "usage": None}
-    found = [_event("created", response=begun), _event("in_progress", response=begun)]
-    for at, item in enumerate(answer["output"]):
-        found += _item_events(at, item)
-    found.append(_event(answer["status"], response=answer))
-    numbered = [{**one, "sequence_number": at} for at, one in enumerate(found)]
-    return [(one["type"], one) for one in numbered]
+    events = [_event("created", response=begun), _event("in_progress", response=begun)]
+    for index, item in enumerate(answer["output"]):
+        events += _item_events(index, item)
+    events.append(_event(answer["status"], response=answer))
+    numbered = [{**event, "sequence_number": index} for index, event in enumerate(events)]
+    return [(event["type"], event) for event in numbered]
 
 
-def _item_events(at: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    place = {"output_index": at, "item_id": item["id"]}
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    location = {"output_index": index, "item_id": item["id"]}
     if item["type"] == "message":
         text = item["content"][0]["text"]
-        part = {**place, "content_index": 0}
-        yield _event("output_item.added", output_index=at, item={**item, "content": []})
+        part = {**location, "content_index": 0}
+        yield _event("output_item.added", output_index=index, item={**item, "content": []})
         yield _event("content_part.added", **part, part={**item["content"][0], "text": ""})
         yield _event("output_text.delta", **part, delta=text, logprobs=[])
         yield _event("output_text.done", **part, text=text, logprobs=[])
         yield _event("content_part.done", **part, part=item["content"][0])
     elif item["type"] == "function_call":
         written = item["arguments"]
-        yield _event("output_item.added", output_index=at, item={**item, "arguments": ""})
-        yield _event("function_call_arguments.delta", **place, delta=written)
+        yield _event("output_item.added", output_index=index, item={**item, "arguments": ""})
+        yield _event("function_call_arguments.delta", **location, delta=written)
         done = {"name": item["name"], "arguments": written}
-        yield _event("function_call_arguments.done", **place, **done)
+        yield _event("function_call_arguments.done", **location, **done)
     else:
-        yield _event("output_item.added", output_index=at, item=item)
-    yield _event("output_item.done", output_index=at, item=item)
+        yield _event("output_item.added", output_index=index, item=item)
+    yield _event("output_item.done", output_index=index, item=item)
 
 
 def _event(name: str, /, **values: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class SessionPort:
             case CloseSession(request=request):
                 if self._open.pop(request, None) is not None:
                     self._put(Close(request))
-                    self._events = [one for one in self._events if one.request != request]
+                    self._events = [event for event in self._events if event.request != request]
             case AnswerCall():
                 self._put(
                     Answer(
@@ -257,7 +257,7 @@ class SessionPort:
             )
         lost, self._open = self._open, {}
         self._opening.clear()
-        self._events = [one for one in self._events if not isinstance(one, CallAsked)]
+        self._events = [event for event in self._events if not isinstance(event, CallAsked)]
         self._events += [EpisodeLost(request=request, message=why) for request in lost]
         self._start()
 

@@ -71,8 +71,10 @@ def open_sessions(setup: Setup, send: Callable[[Frame], None]) -> Sessions:
     assets = Path(setup.assets)
     tokenizer = Tokenizer(assets)
     sources: dict[str, Source] = {}
-    for one in setup.sources:
-        sources |= dict.fromkeys(one.sources, _source(one, assets, tokenizer, setup.started_ns))
+    for source in setup.sources:
+        sources |= dict.fromkeys(
+            source.sources, _source(source, assets, tokenizer, setup.started_ns)
+        )
     return Sessions(
         sources,
         secret=setup.secret,
@@ -82,16 +84,16 @@ def open_sessions(setup: Setup, send: Callable[[Frame], None]) -> Sessions:
     )
 
 
-def _source(one: SourceSetup, assets: Path, tokenizer: Tokenizer, started_ns: int) -> Source:
+def _source(setup: SourceSetup, assets: Path, tokenizer: Tokenizer, started_ns: int) -> Source:
     def chat() -> Chat:
-        return Chat.open(assets, tokenizer, chat_options(one.task, started_ns))
+        return Chat.open(assets, tokenizer, chat_options(setup.task, started_ns))
 
     return Source(
-        chat=chat() if one.chat else None,
+        chat=chat() if setup.chat else None,
         open_chat=chat,
-        tokenizer=tokenizer.reading(one.task.special_tokens),
-        task=one.task,
-        sampling=one.sampling,
+        tokenizer=tokenizer.reading(setup.task.special_tokens),
+        task=setup.task,
+        sampling=setup.sampling,
     )
 
 

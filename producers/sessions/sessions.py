@@ -136,14 +136,14 @@ class Sessions:
         return self._open[name]
 
     async def ask(
-        self, session: Session, wanted: CallRequest, prompt_ids: list[int]
+        self, session: Session, request: CallRequest, prompt_ids: list[int]
     ) -> list[Answer]:
         """Return samples in order of choices. Raises Refused."""
         if self._open.get(session.name) is not session:
             raise ended()
         sampling = session.source.sampling
-        check_template(wanted.template, session.source.task.chat_template_kwargs)
-        asked = asked_of(wanted.settings, sampling)
+        check_template(request.template, session.source.task.chat_template_kwargs)
+        asked = asked_of(request.settings, sampling)
         if asked and session.source.task.unsupported_sampling == "refuse":
             names = ", ".join(asked)
             raise Refused(
@@ -153,19 +153,19 @@ class Sessions:
             )
         # The worker rejects by length: one extra token suffices.
         token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])
-        calls = [self._call(session) for _ in range(wanted.choices)]
+        calls = [self._call(session) for _ in range(request.choices)]
         for call, _ in calls:
             self._send(
                 Asked(
                     session.request,
                     call,
                     token_ids,
-                    wanted.max_tokens,
-                    wanted.api,
-                    wanted.caller,
+                    request.max_tokens,
+                    request.api,
+                    request.caller,
                     asked,
-                    tuple(one for one in wanted.stop if one not in sampling.stop),
-                    wanted.stop_ids,
+                    tuple(stop for stop in request.stop if stop not in sampling.stop),
+                    request.stop_ids,
                 )
             )
         try:
@@ -218,9 +218,9 @@ def ended() -> Refused:
     return Refused(410, "session_ended", "the session has ended")
 
 
-def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) -> Prompt | None:
+def prompt_of(session: Session, request: CallRequest, *, beside: bool = False) -> Prompt | None:
     """Return the prompt, None for token ids; `beside`: in a thread. Raises Refused, TaskError."""
-    if not wanted.messages:
+    if not request.messages:
         return None
     if session.conversations is None:
         raise Refused(
@@ -229,21 +229,24 @@ def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) ->
             "the model has no chat template: POST /inference/v1/generate takes token ids",
         )
     chat = session.source.chat_beside() if beside else None
-    return session.conversations.prompt(wanted.messages, wanted.tools, chat)
+    return session.conversations.prompt(request.messages, request.tools, chat)
 
 
 def sampled_of(
-    session: Session, wanted: CallRequest, prompt: Prompt | None, answers: list[Answer]
+    session: Session, request: CallRequest, prompt: Prompt | None, answers: list[Answer]
 ) -> list[Sampled]:
     """Return the choices, which later calls may extend."""
-    found: list[Sampled] = []
-    for one in answers:
-        ids = unpacked_ids(one.token_ids)
+    sampled_answers: list[Sampled] = []
+    for answer in answers:
+        ids = unpacked_ids(answer.token_ids)
         sampled = Sampled(
-            token_ids=ids, logprobs=one.logprobs, finish=one.finish, prompt_tokens=one.prompt_tokens
+            token_ids=ids,
+            logprobs=answer.logprobs,
+            finish=answer.finish,
+            prompt_tokens=answer.prompt_tokens,
         )
         if prompt is not None and session.conversations is not None:
-            turn, stop = session.conversations.answer(prompt, ids, wanted.stop)
+            turn, stop = session.conversations.answer(prompt, ids, request.stop)
             sampled = replace(sampled, turn=turn, stop=stop)
-        found.append(sampled)
-    return found
+        sampled_answers.append(sampled)
+    return sampled_answers

@@ -50,22 +50,22 @@ def read(
         raise Refused(400, "invalid_request", "token_ids is empty")
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
-    others = sorted(set(params.stop_token_ids or ()) - stop_ids)
-    if len(others) > STOPS_MAX or (others and not 0 <= others[0] <= others[-1] < vocabulary):
+    extra = sorted(set(params.stop_token_ids or ()) - stop_ids)
+    if len(extra) > STOPS_MAX or (extra and not 0 <= extra[0] <= extra[-1] < vocabulary):
         message = f"stop_token_ids: more than {STOPS_MAX}, or not all below {vocabulary}"
         raise Refused(400, "invalid_request", message)
-    wanted = CallRequest(
+    call_request = CallRequest(
         api="generate",
         token_ids=tuple(ids),
         max_tokens=most_tokens(params.max_tokens),
         choices=choices_of(params.n),
         stop=stops_of(params.stop),
-        stop_ids=tuple(others),
+        stop_ids=tuple(extra),
         settings={**unread, **settings},
         caller=caller_of(caller),
         model=request.model,
     )
-    return request, wanted
+    return request, call_request
 
 
 def generated(
@@ -77,12 +77,12 @@ def generated(
         "prompt_token_ids": request.token_ids,
         "choices": [
             {
-                "index": at,
-                "token_ids": list(one.token_ids),
-                "finish_reason": one.finish if one.finish in ("stop", "length") else "stop",
-                "logprobs": _logprobs(one) if with_logprobs else None,
+                "index": index,
+                "token_ids": list(choice.token_ids),
+                "finish_reason": choice.finish if choice.finish in ("stop", "length") else "stop",
+                "logprobs": _logprobs(choice) if with_logprobs else None,
             }
-            for at, one in enumerate(choices)
+            for index, choice in enumerate(choices)
         ],
     }
 
@@ -90,7 +90,7 @@ def generated(
 def _logprobs(sampled: Sampled) -> dict[str, Any]:
     pairs = zip(sampled.token_ids, sampled.logprobs, strict=True)
     content: list[dict[str, Any]] = [
-        {"token": f"token_id:{at}", "logprob": value, "bytes": None, "top_logprobs": []}
-        for at, value in pairs
+        {"token": f"token_id:{token_id}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token_id, value in pairs
     ]
     return {"content": content}

@@ -120,8 +120,8 @@ class StepAttention:
         outputs = out.view(-1, heads, group, model.value_dim)
         for run in self._in_place:
             for head in range(heads):
-                one = run.pool.data[layer, :, run.row, head, : run.keys]
-                k, v = self._parted(one.unsqueeze(1).expand(-1, run.end - run.start, -1, -1))
+                row = run.pool.data[layer, :, run.row, head, : run.keys]
+                k, v = self._parted(row.unsqueeze(1).expand(-1, run.end - run.start, -1, -1))
                 q = queries[run.start : run.end, head]
                 outputs[run.start : run.end, head] = self._attend(q, k, v, run.mask)
 
@@ -129,7 +129,7 @@ class StepAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         if len(q) == 1:  # A single product may use another kernel than a batch.
-            q, k, v, mask = (one.expand(2, -1, -1) for one in (q, k, v, mask))
+            q, k, v, mask = (tensor.expand(2, -1, -1) for tensor in (q, k, v, mask))
             return self._attend(q, k, v, mask)[:1]
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), v)
@@ -158,10 +158,10 @@ class StepAttention:
             start = end
 
     def _plan_runs(self, kv: KvCache, start: int, runs: Sequence[Run]) -> None:
-        for (pool, keys), some in groupby(
+        for (pool, keys), members in groupby(
             (run for run in runs if run.gathered), lambda run: (run.pool, run.keys)
         ):
-            group = list(some)
+            group = list(members)
             positions = _positions(group)
             rows = np.repeat([run.row for run in group], [run.end - run.start for run in group])
             self._batches.append(
@@ -208,5 +208,5 @@ def _positions(runs: Sequence[Run]) -> Integers:
 
 def _mask(positions: Integers, keys: int, heads: int) -> torch.Tensor:
     """Return 0 for keys up to each position, else -inf: float32 [positions * heads, 1, keys]."""
-    seen = np.arange(keys) <= np.repeat(positions, heads)[:, None]
-    return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[:, None]
+    visible = np.arange(keys) <= np.repeat(positions, heads)[:, None]
+    return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf)))[:, None]

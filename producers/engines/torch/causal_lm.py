@@ -153,8 +153,8 @@ class CausalLM:
             width=latent.plain + latent.turned, start=latent.plain, count=latent.turned
         )
         key = TurnedRows(width=self.head_dim, start=latent.rank, count=latent.turned)
-        made = "q_b_proj" if latent.queries else "q_proj"
-        return {f"self_attn.{made}": queries, "self_attn.kv_a_proj_with_mqa": key}
+        projection = "q_b_proj" if latent.queries else "q_proj"
+        return {f"self_attn.{projection}": queries, "self_attn.kv_a_proj_with_mqa": key}
 
     @property
     def value_dim(self) -> int:
@@ -190,7 +190,7 @@ class CausalLM:
         return sorted(first.values())
 
     def only(self, layers: Sequence[int]) -> CausalLM:
-        kept = tuple(place for place, layer in enumerate(layers) if self.sparse(layer))
+        kept = tuple(index for index, layer in enumerate(layers) if self.sparse(layer))
         experts = None if self.experts is None else replace(self.experts, layers=kept)
         return replace(self, layers=len(layers), experts=experts)
 
@@ -234,7 +234,9 @@ class CausalLM:
             shapes |= {f"self_attn.{which}_norm.weight": (self.head_dim,) for which in "qk"}
         if self.latent is not None:
             ranks = {"kv": self.latent.rank, "q": self.latent.queries}
-            shapes |= {f"self_attn.{one}_a_layernorm.weight": (n,) for one, n in ranks.items() if n}
+            shapes |= {
+                f"self_attn.{name}_a_layernorm.weight": (n,) for name, n in ranks.items() if n
+            }
         return shapes | (self._expert_tensors() if self.sparse(layer) else {})
 
     def _attention_linears(self) -> dict[str, tuple[int, int, bool]]:

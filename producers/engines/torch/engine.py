@@ -329,24 +329,24 @@ class TorchEngine(EngineBase[int]):
         if len(ids) < SHARED_MIN or self._table.cached[slot] or not self._kept.tokens_max:
             return True
         weights = self._versions.digest_in(slot)
-        known = self._kept.known(weights, ids)
-        if slot not in self._put_off and self._gains(ids, weights, known, before):
+        cached = self._kept.known(weights, ids)
+        if slot not in self._put_off and self._gains(ids, weights, cached, before):
             self._put_off.add(slot)
             return False
-        data = self._kept.longest(weights, ids) if known else None
+        data = self._kept.longest(weights, ids) if cached else None
         if data is not None:
             self._kv.adopt(slot, torch.from_numpy(data))
             if self._routes is not None:
                 choices = self._kept_routes.longest(weights, ids)
                 assert choices is not None
                 self._routes.adopt(slot, choices)
-            self._table.cached[slot] = known
-            self._reused += known
+            self._table.cached[slot] = cached
+            self._reused += cached
         return True
 
-    def _gains(self, ids: Integers, weights: str, known: int, before: Sequence[Piece]) -> bool:
+    def _gains(self, ids: Integers, weights: str, cached: int, before: Sequence[Piece]) -> bool:
         """Return whether this step caches enough more of the prompt to wait for it."""
-        enough = known + SHARED_MIN
+        enough = cached + SHARED_MIN
         return len(ids) >= enough and any(
             piece.end >= enough
             and piece.slot not in self._imported
@@ -359,8 +359,8 @@ class TorchEngine(EngineBase[int]):
         for piece in pieces:
             ids = self._table.prompts[piece.slot]
             if SHARED_MIN <= piece.end == len(ids) - 1 and self._kept.tokens_max:
-                known = self._kept.known(self._versions.digest_in(piece.slot), ids)
-                if len(ids) - known >= SHARED_MIN:
+                cached = self._kept.known(self._versions.digest_in(piece.slot), ids)
+                if len(ids) - cached >= SHARED_MIN:
                     self._keep(piece.slot, ids)
 
     def _keep(self, slot: int, ids: Integers) -> None:
@@ -387,8 +387,8 @@ class TorchEngine(EngineBase[int]):
             self._versions.rows_of(np.concatenate(slots)),
         )
         if self._routes is not None:
-            rows, at = np.concatenate(slots), np.concatenate(places)
-            self._routes.note(rows, at, torch.stack(chosen, 1)[: len(at)].numpy())
+            rows, offsets = np.concatenate(slots), np.concatenate(places)
+            self._routes.note(rows, offsets, torch.stack(chosen, 1)[: len(offsets)].numpy())
         return logits
 
 
@@ -414,14 +414,17 @@ def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> t
 def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> frozenset[str]:
     """Return the capabilities on this machine (see `probe`)."""
     if weights is None:
-        one = model.only(model.kinds())
-        weights = fuse(one, random_tensors(one, seed=0))
+        reduced = model.only(model.kinds())
+        weights = fuse(reduced, random_tensors(reduced, seed=0))
     part = torch_probe.small(weights)
     engine = TorchEngine(
         part.model, part, slots=torch_probe.SLOTS, context_tokens=torch_probe.CONTEXT_TOKENS
     )
-    found = torch_probe.probe(weights, engine)
+    features = torch_probe.probe(weights, engine)
     if not lora_rank:
-        return found | {KV_EXPORT, PARTIAL_ROLLOUT}
+        return features | {KV_EXPORT, PARTIAL_ROLLOUT}
     invariant = is_invariant(model, lora_rank)
-    return (found if invariant else found - {BATCH_INVARIANT, PREFILL_EXACT}) | {KV_EXPORT, LORA}
+    return (features if invariant else features - {BATCH_INVARIANT, PREFILL_EXACT}) | {
+        KV_EXPORT,
+        LORA,
+    }

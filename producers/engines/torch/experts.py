@@ -31,15 +31,15 @@ class ExpertWeights:
     down: torch.Tensor  # [experts, hidden, width]
 
     def places(self) -> dict[str, torch.Tensor]:
-        found = {"mlp.gate.weight": self.router}
+        tensors = {"mlp.gate.weight": self.router}
         if self.choice_bias is not None:
-            found[CHOICE_BIAS] = self.choice_bias
+            tensors[CHOICE_BIAS] = self.choice_bias
         for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
-            found[f"mlp.experts.{number}.gate_proj.weight"] = gate
-            found[f"mlp.experts.{number}.up_proj.weight"] = up
-            found[f"mlp.experts.{number}.down_proj.weight"] = down
-        return found
+            tensors[f"mlp.experts.{number}.gate_proj.weight"] = gate
+            tensors[f"mlp.experts.{number}.up_proj.weight"] = up
+            tensors[f"mlp.experts.{number}.down_proj.weight"] = down
+        return tensors
 
 
 def empty_experts(model: CausalLM, layer: int) -> ExpertWeights | None:
@@ -81,8 +81,8 @@ def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
     best = torch.topk(grouped, 2, -1).values
     worth = best[..., 0] if experts.scores == "softmax" else best[..., 0] + best[..., 1]
     chosen = torch.topk(worth, experts.groups_chosen, -1).indices
-    left = torch.full_like(ranked[:, : experts.groups], -torch.inf).scatter_(1, chosen, 0)
-    return (grouped + left.unsqueeze(-1)).view_as(ranked)
+    excluded = torch.full_like(ranked[:, : experts.groups], -torch.inf).scatter_(1, chosen, 0)
+    return (grouped + excluded.unsqueeze(-1)).view_as(ranked)
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def mixed(
         missing = max(0, ROWS_MIN - len(places))
         padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
         gate, up = F.linear(x[padded // experts.per_token], weights.gate_up[number]).chunk(2, -1)
-        made = F.linear(F.silu(gate).mul_(up), weights.down[number])
-        parts[places] = made[: len(places)] * shares[places]
+        output = F.linear(F.silu(gate).mul_(up), weights.down[number])
+        parts[places] = output[: len(places)] * shares[places]
     laid = parts.view(*choice.shape, -1)
     out = laid[:, 0].clone()
     for rank in range(1, experts.per_token):

@@ -107,11 +107,11 @@ class KvCache:
 
     def copied(self, slot: int, end: int, start: int = 0) -> torch.Tensor:
         """Copy positions [start, end): [layers, kept, kv_heads, end - start, head_dim]."""
-        whole = self._adopted.get(slot)
-        if whole is None:
+        adopted = self._adopted.get(slot)
+        if adopted is None:
             pool, row = self.place(slot)
-            whole = self.pools[pool].data[:, :, row]
-        return whole[:, :, :, start:end].clone(memory_format=torch.contiguous_format)
+            adopted = self.pools[pool].data[:, :, row]
+        return adopted[:, :, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def release(self, slot: int) -> None:
         self._leave(slot)
@@ -119,7 +119,7 @@ class KvCache:
     def settle(self, entering: Sequence[tuple[int, int]], used: Integers) -> None:
         """Move slots to the pools of (slot, position), with `used[slot]` keys; close all holes."""
         # Longest first: rows from below fill the holes.
-        for slot, position in sorted(entering, key=lambda one: (-one[1], one[0])):
+        for slot, position in sorted(entering, key=lambda entry: (-entry[1], entry[0])):
             self._enter(slot, self.pool_of(position), int(used[slot]))
         for number, pool in enumerate(self.pools):
             for row in range(len(pool.slots) - 1, -1, -1):

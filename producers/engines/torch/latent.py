@@ -29,52 +29,52 @@ class LatentWeights:
     up: torch.Tensor  # [heads, plain + value, rank]
 
     def places(self) -> dict[str, torch.Tensor]:
-        found = {
+        tensors = {
             "self_attn.kv_a_layernorm.weight": self.norm,
             "self_attn.kv_b_proj.weight": self.up.flatten(0, 1),
         }
         if self.query_norm is not None and self.queries is not None:
-            found["self_attn.q_a_layernorm.weight"] = self.query_norm
-            found["self_attn.q_b_proj.weight"] = self.queries
-        return found
+            tensors["self_attn.q_a_layernorm.weight"] = self.query_norm
+            tensors["self_attn.q_b_proj.weight"] = self.queries
+        return tensors
 
 
 def empty_latent(model: CausalLM) -> LatentWeights | None:
     latent, heads = model.latent, model.heads
     if latent is None:
         return None
-    some = latent.queries > 0
+    has_queries = latent.queries > 0
     queries = (heads * (latent.plain + latent.turned), latent.queries)
     return LatentWeights(
-        query_norm=torch.empty(latent.queries) if some else None,
-        queries=torch.empty(queries) if some else None,
+        query_norm=torch.empty(latent.queries) if has_queries else None,
+        queries=torch.empty(queries) if has_queries else None,
         norm=torch.empty(latent.rank),
         up=torch.empty(heads, latent.plain + latent.value, latent.rank),
     )
 
 
 def into_latent(
-    model: CausalLM, weights: LatentWeights, made: torch.Tensor, turns: torch.Tensor
+    model: CausalLM, weights: LatentWeights, tensor: torch.Tensor, turns: torch.Tensor
 ) -> torch.Tensor:
     """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `made` is the first
     product's output."""
     latent, heads = _latent(model), model.heads
-    sizes = [made.shape[1] - model.head_dim, latent.rank, latent.turned]
-    first, low, key = torch.split(made, sizes, 1)
+    sizes = [tensor.shape[1] - model.head_dim, latent.rank, latent.turned]
+    first, low, key = torch.split(tensor, sizes, 1)
     if weights.queries is not None:
         normed = F.rms_norm(first, (latent.queries,), weights.query_norm, NORM_EPS)
         first = F.linear(normed, weights.queries)
-    queries = first.reshape(len(made), heads, latent.plain + latent.turned)
+    queries = first.reshape(len(tensor), heads, latent.plain + latent.turned)
     plain, turned = torch.split(queries, [latent.plain, latent.turned], -1)
-    found = torch.empty(len(made), heads + 1, model.head_dim)
+    output = torch.empty(len(tensor), heads + 1, model.head_dim)
     met = torch.bmm(plain.transpose(0, 1), weights.up[:, : latent.plain])
-    found[:, :heads, : latent.rank] = met.transpose(0, 1)
-    found[:, heads, : latent.rank] = F.rms_norm(low, (latent.rank,), weights.norm, NORM_EPS)
+    output[:, :heads, : latent.rank] = met.transpose(0, 1)
+    output[:, heads, : latent.rank] = F.rms_norm(low, (latent.rank,), weights.norm, NORM_EPS)
     # One array: separate keys would form one line, whose last numbers are computed differently.
     pairs = torch.cat([turned, key.unsqueeze(1)], 1)
-    torch.view_as_complex(pairs.view(len(made), heads + 1, -1, 2)).mul_(turns)
-    found[..., latent.rank :] = pairs
-    return found.view(len(made), -1)
+    torch.view_as_complex(pairs.view(len(tensor), heads + 1, -1, 2)).mul_(turns)
+    output[..., latent.rank :] = pairs
+    return output.view(len(tensor), -1)
 
 
 def out_of_latent(model: CausalLM, weights: LatentWeights, attended: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,8 @@ class Rows:
         pair = self.layers[number].get(fused)
         if pair is None:
             return
-        made = F.linear(F.linear(x.index_select(0, self.gathered), pair.down), pair.up)
-        y.index_add_(0, self.places, made[: len(self.places)])
+        output = F.linear(F.linear(x.index_select(0, self.gathered), pair.down), pair.up)
+        y.index_add_(0, self.places, output[: len(self.places)])
 
 
 class AdapterVersions(ResidentVersions[AdapterVersion]):
@@ -86,21 +86,21 @@ class AdapterVersions(ResidentVersions[AdapterVersion]):
     def rows_of(self, slots: Integers) -> list[Rows]:
         """Return the rows with adapters; `slots` is per token row."""
         under = self._under[slots]
-        found = []
+        rows = []
         for version in np.unique(under).tolist() if self.adapters else ():
             layers = self._versions[version].layers
             if not layers:
                 continue
             places = np.flatnonzero(under == version)
             gathered = np.pad(places, (0, max(0, ROWS_MIN - len(places))), mode="edge")
-            found.append(
+            rows.append(
                 Rows(
                     layers=layers,
                     places=torch.from_numpy(places),
                     gathered=torch.from_numpy(gathered),
                 )
             )
-        return found
+        return rows
 
     def _made(self, path: Path, version: int, digest: str) -> AdapterVersion:
         if digest == self.base:
@@ -111,34 +111,34 @@ class AdapterVersions(ResidentVersions[AdapterVersion]):
 
 def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, ...]:
     """Return fused matrices. Raises PolicyError if they do not fit."""
-    left = set(adapter.pairs)
+    remaining = set(adapter.pairs)
     layers: list[LayerPairs] = []
     for number in range(model.layers):
         pairs: dict[str, Pair] = {}
         for name, parts in fused_parts(model, number).items():
             there = [f"model.layers.{number}.{part}" for part in parts]
-            if left.intersection(there):
+            if remaining.intersection(there):
                 pairs[name] = _pair(model, adapter, number, parts, where)
-                left.difference_update(there)
+                remaining.difference_update(there)
         layers.append(pairs)
-    if left:
-        raise PolicyError(f"{where}: the engine has no linear layer {min(left)!r} to adapt")
+    if remaining:
+        raise PolicyError(f"{where}: the engine has no linear layer {min(remaining)!r} to adapt")
     return tuple(layers)
 
 
 def fused_parts(model: CausalLM, number: int) -> Parts:
     """Return the parts of fused layers; routed experts have none."""
     block, width = model.block(number)
-    found: dict[str, tuple[str, ...]] = {
+    parts: dict[str, tuple[str, ...]] = {
         "qkv": tuple(parts_of_qkv(model)),
         "out": ("self_attn.o_proj",),
     }
     if width:
-        found |= {
+        parts |= {
             "gate_up": (f"{block}.gate_proj", f"{block}.up_proj"),
             "down": (f"{block}.down_proj",),
         }
-    return found
+    return parts
 
 
 def _pair(
@@ -150,7 +150,7 @@ def _pair(
         layer = f"model.layers.{number}.{part}"
         out, in_ = shapes[f"{layer}.weight"]
         if layer in adapter.pairs:
-            a, b = (torch.from_numpy(one) for one in adapter.pairs[layer])
+            a, b = (torch.from_numpy(pair) for pair in adapter.pairs[layer])
         else:
             a, b = torch.zeros(rank, in_), torch.zeros(out, rank)
         if tuple(a.shape) != (rank, in_) or tuple(b.shape) != (out, rank):
@@ -179,10 +179,10 @@ def is_invariant(model: CausalLM, rank: int) -> bool:
         up = torch.randn(out, parts * rank, generator=generator)
         x = torch.randn(PROBE_RUNS, in_, generator=generator)
         with torch.inference_mode():
-            whole = F.linear(F.linear(x, down), up)
+            batched = F.linear(F.linear(x, down), up)
             for count in PROBE_ROWS:
                 for start in (0, PROBE_RUNS - count):
-                    some = F.linear(F.linear(x[start : start + count], down), up)
-                    if not torch.equal(some, whole[start : start + count]):
+                    alone = F.linear(F.linear(x[start : start + count], down), up)
+                    if not torch.equal(alone, batched[start : start + count]):
                         return False
     return True

@@ -110,7 +110,7 @@ def empty(model: CausalLM) -> Weights:
 def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy tensors of a checked file, one at a time."""
     model, prefix = weights.model, "model.layers."
-    whole = {
+    destinations = {
         "model.embed_tokens.weight": weights.embedding,
         "model.norm.weight": weights.norm,
         "lm_head.weight": weights.head,
@@ -119,15 +119,15 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     rows = model.turned_rows
     with torch.no_grad():
         for name, tensor in tensors:
-            if name in whole:
-                whole[name].copy_(tensor)
+            if name in destinations:
+                destinations[name].copy_(tensor)
                 continue
             number, _, rest = name.removeprefix(prefix).partition(".")
-            place, turned = places[int(number)][rest], rows.get(rest.rpartition(".")[0])
+            destination, turned = places[int(number)][rest], rows.get(rest.rpartition(".")[0])
             if turned is None:
-                place.copy_(tensor)
+                destination.copy_(tensor)
             else:
-                _interleave(tensor, place, turned)
+                _interleave(tensor, destination, turned)
 
 
 def forward(
@@ -135,7 +135,7 @@ def forward(
     tokens: torch.Tensor,
     turns: torch.Tensor,
     attention: Attention,
-    wanted: int,
+    rows_needed: int,
     added: Sequence[Added] = (),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return logits [max(wanted, ROWS_MIN), vocabulary] of the first rows, and routed experts,
@@ -150,29 +150,29 @@ def forward(
     for number, layer in enumerate(weights.layers):
         normed = _norm(x, layer.attention_norm, model)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-        for one in added:
-            one.add(number, "qkv", normed, qkv)
+        for adapter in added:
+            adapter.add(number, "qkv", normed, qkv)
         if layer.latent is None:
             _turn(model, layer, qkv, turns)
             attention(number, qkv, attended)
-            found = attended
+            mixed_heads = attended
         else:
             attention(number, into_latent(model, layer.latent, qkv, turns), attended)
-            found = out_of_latent(model, layer.latent, attended)
-        projected = F.linear(found, layer.out, layer.out_bias)
-        for one in added:
-            one.add(number, "out", found, projected)
+            mixed_heads = out_of_latent(model, layer.latent, attended)
+        projected = F.linear(mixed_heads, layer.out, layer.out_bias)
+        for adapter in added:
+            adapter.add(number, "out", mixed_heads, projected)
         x = projected.add_(x)
         normed = _norm(x, layer.mlp_norm, model)
         if layer.experts is None:
             x = _gated(number, layer, normed, added).add_(x)
             continue
         assert model.experts is not None
-        made = mixed(model.experts, layer.experts, normed, chosen)
+        mixture = mixed(model.experts, layer.experts, normed, chosen)
         if len(layer.gate_up):
-            made.add_(_gated(number, layer, normed, added))
-        x = made.add_(x)
-    last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
+            mixture.add_(_gated(number, layer, normed, added))
+        x = mixture.add_(x)
+    last = _norm(x[: max(rows_needed, ROWS_MIN)], weights.norm, model)
     return F.linear(last, weights.head), chosen
 
 
@@ -187,13 +187,13 @@ def _turn(model: CausalLM, layer: Layer, qkv: torch.Tensor, turns: torch.Tensor)
 
 def _gated(number: int, layer: Layer, normed: torch.Tensor, added: Sequence[Added]) -> torch.Tensor:
     gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
-    for one in added:
-        one.add(number, "gate_up", normed, gate_up)
+    for adapter in added:
+        adapter.add(number, "gate_up", normed, gate_up)
     gate, up = gate_up.chunk(2, -1)
     gated = F.silu(gate).mul_(up)
     narrowed = F.linear(gated, layer.down, layer.down_bias)
-    for one in added:
-        one.add(number, "down", gated, narrowed)
+    for adapter in added:
+        adapter.add(number, "down", gated, narrowed)
     return narrowed
 
 
@@ -239,12 +239,12 @@ def parts_of_qkv(model: CausalLM) -> dict[str, int]:
 
 
 def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tensor]:
-    found = {
+    tensors = {
         "input_layernorm.weight": layer.attention_norm,
         "post_attention_layernorm.weight": layer.mlp_norm,
     }
     for part in (layer.experts, layer.latent):
-        found |= part.places() if part is not None else {}
+        tensors |= part.places() if part is not None else {}
     sizes = parts_of_qkv(model)
     block = model.block(number)[0]
     fused = (
@@ -254,32 +254,32 @@ def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tenso
     for kind, qkv, out, gate_up, down in fused:
         if qkv is not None:
             parts = torch.split(qkv, list(sizes.values()))
-            found |= {f"{name}.{kind}": part for name, part in zip(sizes, parts, strict=True)}
+            tensors |= {f"{name}.{kind}": part for name, part in zip(sizes, parts, strict=True)}
         if gate_up is not None and len(gate_up):
             gate, up = gate_up.chunk(2)
-            found[f"{block}.gate_proj.{kind}"] = gate
-            found[f"{block}.up_proj.{kind}"] = up
-        for name, whole in (("self_attn.o_proj", out), (f"{block}.down_proj", down)):
-            if whole is not None:
-                found[f"{name}.{kind}"] = whole
+            tensors[f"{block}.gate_proj.{kind}"] = gate
+            tensors[f"{block}.up_proj.{kind}"] = up
+        for name, matrix in (("self_attn.o_proj", out), (f"{block}.down_proj", down)):
+            if matrix is not None:
+                tensors[f"{name}.{kind}"] = matrix
     if layer.qk_norm is not None:
         # The file has one norm for all heads.
         q, k = torch.split(layer.qk_norm, [model.heads, model.kv_heads])
-        found |= {"self_attn.q_norm.weight": q.view(-1), "self_attn.k_norm.weight": k.view(-1)}
-    return found
+        tensors |= {"self_attn.q_norm.weight": q.view(-1), "self_attn.k_norm.weight": k.view(-1)}
+    return tensors
 
 
 def interleaved(part: torch.Tensor, turned: TurnedRows) -> torch.Tensor:
     """Reorder rotary rows 0, half, 1, half + 1, ..."""
-    found = torch.empty_like(part)
-    _interleave(part, found, turned)
-    return found
+    result = torch.empty_like(part)
+    _interleave(part, result, turned)
+    return result
 
 
-def _interleave(part: torch.Tensor, place: torch.Tensor, turned: TurnedRows) -> None:
+def _interleave(part: torch.Tensor, target: torch.Tensor, turned: TurnedRows) -> None:
     """Copy interleaved rows, those of one head to all heads."""
     start, half, end = turned.start, turned.count // 2, turned.start + turned.count
-    rows, to = (one.view(-1, turned.width, *one.shape[1:]) for one in (part, place))
+    rows, to = (tensor.view(-1, turned.width, *tensor.shape[1:]) for tensor in (part, target))
     pairs = to[:, start:end].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
     pairs.copy_(rows[:, start:end].view(len(rows), 2, half, *rows.shape[2:]))
     for still in (slice(start), slice(end, None)):

@@ -42,12 +42,12 @@ Bits = dict[str, list[float]]
 def small(weights: Weights) -> Weights:
     """Return one layer of each kind with part of the vocabulary."""
     size = min(weights.model.vocabulary, VOCABULARY_MAX)
-    one = weights.of_each_kind()
+    reduced = weights.of_each_kind()
     return replace(
-        one,
-        model=replace(one.model, vocabulary=size),
-        embedding=one.embedding[:size],
-        head=one.head[:size],
+        reduced,
+        model=replace(reduced.model, vocabulary=size),
+        embedding=reduced.embedding[:size],
+        head=reduced.head[:size],
     )
 
 
@@ -67,23 +67,23 @@ def probe(weights: Weights, engine: Engine) -> frozenset[str]:
     return frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
 
 
-def _goes_on(engine: Engine, requests: list[EngineRequest], whole: Bits) -> bool:
+def _goes_on(engine: Engine, requests: list[EngineRequest], expected: Bits) -> bool:
     resumed = [
         replace(
             request,
-            token_ids=[*request.token_ids, *map(int, whole[request.request][: 2 * CUT : 2])],
+            token_ids=[*request.token_ids, *map(int, expected[request.request][: 2 * CUT : 2])],
             sampled=CUT,
         )
         for request in requests
     ]
     rests = _run(engine, resumed)
-    return all(rest == whole[name][2 * CUT :] for name, rest in rests.items())
+    return all(rest == expected[name][2 * CUT :] for name, rest in rests.items())
 
 
 def _request(number: int, length: int, vocabulary: int) -> EngineRequest:
     return EngineRequest(
         request=f"probe-{number}",
-        token_ids=[(7 * number + 3 * at) % vocabulary for at in range(length)],
+        token_ids=[(7 * number + 3 * index) % vocabulary for index in range(length)],
         sampled=0,
         seed=number,
         params=SamplingParams(max_tokens=TOKENS),
@@ -108,7 +108,8 @@ def _head_is_invariant(weights: Weights) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(HEAD_ROWS), weights.model.hidden, generator=generator)
     with torch.inference_mode():
-        whole = F.linear(rows, weights.head)
+        batched = F.linear(rows, weights.head)
         return all(
-            torch.equal(F.linear(rows[:count], weights.head), whole[:count]) for count in HEAD_ROWS
+            torch.equal(F.linear(rows[:count], weights.head), batched[:count])
+            for count in HEAD_ROWS
         )

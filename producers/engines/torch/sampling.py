@@ -106,10 +106,12 @@ class Sampler:
         rows = np.flatnonzero(~self._plain[slots] & (self._temperature[slots] != 0))
         shaped = logits.clone()
         if len(rows):
-            some = slots[rows]
+            hot_slots = slots[rows]
             index = torch.from_numpy(rows)
-            hot = logits[index] / torch.from_numpy(self._temperature[some])[:, None]
-            shaped[index] = truncate(hot, self._top_k[some], self._top_p[some], self._min_p[some])
+            hot = logits[index] / torch.from_numpy(self._temperature[hot_slots])[:, None]
+            shaped[index] = truncate(
+                hot, self._top_k[hot_slots], self._top_p[hot_slots], self._min_p[hot_slots]
+            )
         return shaped, greedy
 
 
@@ -139,10 +141,10 @@ def _width(exact: torch.Tensor, top_k: Integers, top_p: Doubles) -> int:
     """
     vocabulary = exact.shape[-1]
     least = torch.from_numpy(np.maximum(1 - top_p, 0) / (2 * vocabulary))
-    wanted = (torch.softmax(exact, -1) >= least[:, None]).sum(-1).numpy()
-    wanted = np.where(top_p < 1, wanted, 1)
-    wanted = np.where(top_k > 0, np.minimum(top_k, vocabulary), wanted)
-    return int(wanted.max())
+    widths = (torch.softmax(exact, -1) >= least[:, None]).sum(-1).numpy()
+    widths = np.where(top_p < 1, widths, 1)
+    widths = np.where(top_k > 0, np.minimum(top_k, vocabulary), widths)
+    return int(widths.max())
 
 
 def _value_at_k(ranked: torch.Tensor, top_k: Integers) -> torch.Tensor:
@@ -156,8 +158,8 @@ def _value_at_p(
 ) -> torch.Tensor:
     """Return the smallest value that top-p keeps, or -inf."""
     best = ranked[:, :1]
-    left = exact.masked_fill(exact < at_k[:, None], -torch.inf)
-    total = (left - best).exp().sum(-1, keepdim=True)
+    candidates = exact.masked_fill(exact < at_k[:, None], -torch.inf)
+    total = (candidates - best).exp().sum(-1, keepdim=True)
     shares = (ranked - best).exp() / total
     before = shares.cumsum(-1) - shares
     kept = ((before < top_p[:, None]) & (ranked >= at_k[:, None])).sum(-1, keepdim=True)
@@ -167,7 +169,7 @@ def _value_at_p(
 
 def _inverse(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    wanted = (uniform * cumulative[:, -1])[:, None]
-    found = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    target = (uniform * cumulative[:, -1])[:, None]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
     # Only rows that are not finite exceed it; the engine ends them.
-    return found.clamp_(max=probabilities.shape[-1] - 1)
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)

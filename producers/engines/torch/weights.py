@@ -107,9 +107,9 @@ def open_weights(
     shape, ResourceError."""
     opened = OpenWeights([weights])
     check_fit(shapes, tied, opened, weights, further)
-    found = digest_of(weights, digest)
-    if found != digest:
-        raise PolicyError(other_digest(weights, found, version, digest))
+    actual = digest_of(weights, digest)
+    if actual != digest:
+        raise PolicyError(other_digest(weights, actual, version, digest))
     return opened
 
 
@@ -123,11 +123,13 @@ def open_directory(
     """Open and digest a directory. Raises PolicyError, ResourceError."""
     opened = OpenWeights(files)
     check_fit(shapes, tied, opened, where, further)
-    return opened, weights_digest(one for path in files for one in read_manifest(path).tensors)
+    return opened, weights_digest(
+        tensor for path in files for tensor in read_manifest(path).tensors
+    )
 
 
-def other_digest(weights: Path, found: str, version: int | str, digest: str) -> str:
-    return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
+def other_digest(weights: Path, actual: str, version: int | str, digest: str) -> str:
+    return f"{weights} has the weights digest {actual[:16]}, not {digest[:16]} of version {version}"
 
 
 def tied_tensors(model: CausalLM) -> Mapping[str, str]:
@@ -145,19 +147,19 @@ def check_fit(
     """Raise PolicyError unless tensors fit; drop tied duplicates and `further` layers."""
     for name in carried_names(tensors.shapes, further):
         tensors.drop(name)
-    found = tensors.shapes
+    present = tensors.shapes
     for name, twin in tied.items():
-        if name in found and twin in found:
+        if name in present and twin in present:
             if not torch.equal(tensors[name], tensors[twin]):
                 raise PolicyError(f"{where}: {name} is tied to {twin}, but they differ")
             tensors.drop(name)
-            del found[name]
-    _refuse(where, "lacks", shapes.keys() - found.keys())
-    _refuse(where, "has the unexpected", found.keys() - shapes.keys())
+            del present[name]
+    _refuse(where, "lacks", shapes.keys() - present.keys())
+    _refuse(where, "has the unexpected", present.keys() - shapes.keys())
     for name, shape in shapes.items():
-        if found[name] != shape:
+        if present[name] != shape:
             raise PolicyError(
-                f"{where}: tensor {name} has shape {found[name]}, not {shape}",
+                f"{where}: tensor {name} has shape {present[name]}, not {shape}",
                 hint="the weights do not match the config",
             )
 
@@ -175,9 +177,9 @@ def random_tensors(model: CausalLM, seed: int) -> Mapping[str, torch.Tensor]:
 
 def _refuse(where: Path, verb: str, names: set[str]) -> None:
     if names:
-        some = ", ".join(sorted(names)[:NAMED_MAX])
+        listed = ", ".join(sorted(names)[:NAMED_MAX])
         more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
         raise PolicyError(
-            f"{where} {verb} tensor{'s' * (len(names) > 1)} {some}{more}",
+            f"{where} {verb} tensor{'s' * (len(names) > 1)} {listed}{more}",
             hint="the weights do not match the config",
         )

@@ -16,12 +16,12 @@ BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
 
 @pytest.fixture(params=BUSES)
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    made: Any
+    created: Any
     if request.param == "memory":
-        made = MemoryHarness()
+        created = MemoryHarness()
     elif request.param == "sqlite":
-        made = SqliteHarness(tmp_path)
+        created = SqliteHarness(tmp_path)
     else:
-        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
-    yield made
-    made.close()
+        created = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield created
+    created.close()

@@ -42,9 +42,9 @@ class LastOffsetReader(MemoryReader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 1 << 25
     ) -> list[Record]:
-        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
-        self._seen.update({record.at: record.offset + 1 for record in found})
-        return found
+        records = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+        self._seen.update({record.at: record.offset + 1 for record in records})
+        return records
 
     def position(self, tp: TopicPartition) -> int:
         return self._seen[tp]
@@ -63,8 +63,8 @@ class HeaderlessReader(MemoryReader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 1 << 25
     ) -> list[Record]:
-        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
-        return [replace(each, headers=tuple(h for h in each.headers if h[1])) for each in found]
+        records = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+        return [replace(each, headers=tuple(h for h in each.headers if h[1])) for each in records]
 
 
 class UnboundedReader(MemoryReader):

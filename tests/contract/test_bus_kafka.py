@@ -33,9 +33,9 @@ pytestmark = pytest.mark.kafka
 
 @pytest.fixture
 def harness(kafka_broker: KafkaBroker) -> Iterator[KafkaHarness]:
-    made = KafkaHarness(kafka_broker.bootstrap)
-    yield made
-    made.close()
+    harness = KafkaHarness(kafka_broker.bootstrap)
+    yield harness
+    harness.close()
 
 
 def test_a_writer_fenced_between_two_records_of_one_append_is_told_so(
@@ -70,16 +70,16 @@ def test_what_a_dead_writer_left_open_hides_nothing_once_its_successor_is_there(
 ) -> None:
     bus = harness.open()
     topic, name = topic_on(harness, bus), harness.topic("w")
-    at = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     dead = bus.writer(exclusive=name)
     assert isinstance(dead, kafka.KafkaWriter) and dead._producer is not None
     dead._producer.begin_transaction()
     send(dead._producer, appends(topic, "open")[0]).get(10)
     bus.writer().append(appends(topic, "behind"))
-    assert bus.end(at) == 0, "readers stop before the open transaction"
+    assert bus.end(partition) == 0, "readers stop before the open transaction"
     bus.writer(exclusive=name)
-    reader = bus.reader({at: 0})
-    assert [record.value for record in catch_up(bus, reader, at)] == [b"behind"]
+    reader = bus.reader({partition: 0})
+    assert [record.value for record in catch_up(bus, reader, partition)] == [b"behind"]
 
 
 def set_quota(bootstrap: str, bytes_per_s: float | None) -> None:
@@ -93,7 +93,7 @@ def set_quota(bootstrap: str, bytes_per_s: float | None) -> None:
         admin._manager.run(
             admin._send_request_to_controller,
             request(entries=[request.EntryData(entity=[entity], ops=[op])], validate_only=False),
-            lambda answer: [kafka_errors.for_code(one.error_code) for one in answer.entries],
+            lambda answer: [kafka_errors.for_code(entry.error_code) for entry in answer.entries],
             True,
         )
 
@@ -103,16 +103,16 @@ def test_a_quota_holds_readers_back_is_named_and_is_no_outage(
 ) -> None:
     bus = harness.open()
     topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     for _ in range(6):
         bus.writer().append([Append(topic=topic, value=b"x" * 60_000)])
     set_quota(kafka_broker.bootstrap, 20_000.0)
     try:
-        reader, came, held = bus.reader({at: 0}), 0, False
+        reader, came, held = bus.reader({partition: 0}), 0, False
         until_s = time.monotonic() + PATIENCE_S
         while not held and time.monotonic() < until_s:
             came += len(reader.poll(timeout_s=0.2))
-            held = reader.held_back() == [at]
+            held = reader.held_back() == [partition]
         for _ in range(3):
             came += len(reader.poll(timeout_s=1.0))  # an outage would be a BusError
     finally:
@@ -125,14 +125,14 @@ def test_a_quota_holds_readers_back_is_named_and_is_no_outage(
 
 def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
     bus = harness.open()
-    made, other = (TopicSpec(name=harness.topic(name)) for name in ("made", "other"))
-    bus.create([replace(made, max_record_bytes=100_000)])
+    created, other = (TopicSpec(name=harness.topic(name)) for name in ("made", "other"))
+    bus.create([replace(created, max_record_bytes=100_000)])
     before = bus.topics()
-    for wanted in (replace(made, max_record_bytes=200_000), replace(made, partitions=2)):
-        with pytest.raises(BusError, match=f"topic {made.name} exists"):
-            bus.create([other, wanted])
+    for expected in (replace(created, max_record_bytes=200_000), replace(created, partitions=2)):
+        with pytest.raises(BusError, match=f"topic {created.name} exists"):
+            bus.create([other, expected])
         assert bus.topics() == before
-    bus.create([other, made_as_small(made)])
+    bus.create([other, made_as_small(created)])
     assert set(bus.topics()) == {*before, other.name}
 
 
@@ -149,7 +149,7 @@ def test_a_record_that_the_broker_refuses_as_too_large_is_named_and_its_writer_g
 ) -> None:
     bus = harness.open()
     topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     writer = bus.writer(exclusive=harness.topic("w") if exclusive else None)
     writer.append(appends(topic, "before"))
     set_topic(kafka_broker.bootstrap, topic, max_message_bytes="600000")
@@ -161,7 +161,7 @@ def test_a_record_that_the_broker_refuses_as_too_large_is_named_and_its_writer_g
     )
     assert refused.value.limit_bytes == 600_000 - FRAME_ROOM_BYTES
     writer.append(appends(topic, "after"))
-    came = [record.value for record in catch_up(bus, bus.reader({at: 0}), at)]
+    came = [record.value for record in catch_up(bus, bus.reader({partition: 0}), partition)]
     assert came == [b"before", b"after"] if exclusive else came[-1] == b"after"
 
 
@@ -194,9 +194,9 @@ def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
     bus.create([made_as_small(spec)])
     with pytest.raises(BusError) as refused:
         bus.create([spec])
-    found = re.search(r"max\.message\.bytes to (\d+)", refused.value.hint or "")
-    assert found is not None
-    change = ConfigResource(ConfigResourceType.TOPIC, spec.name, {"max.message.bytes": found[1]})
+    match = re.search(r"max\.message\.bytes to (\d+)", refused.value.hint or "")
+    assert match is not None
+    change = ConfigResource(ConfigResourceType.TOPIC, spec.name, {"max.message.bytes": match[1]})
     with closing(KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)) as admin:
         admin.alter_configs([change])
     harness.open().create([spec])

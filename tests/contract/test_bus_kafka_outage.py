@@ -55,12 +55,12 @@ def texts(*given: str) -> list[Append]:
 def read_until(bus: KafkaBus, last: bytes) -> list[bytes]:
     """Everything up to a value that must come."""
     reader = bus.reader({AT: 0})
-    found: list[Record] = []
+    records: list[Record] = []
     deadline_s = time.monotonic() + 30
-    while not found or found[-1].value != last:
-        found += reader.poll(timeout_s=1)
+    while not records or records[-1].value != last:
+        records += reader.poll(timeout_s=1)
         assert time.monotonic() < deadline_s
-    return [record.value for record in found]
+    return [record.value for record in records]
 
 
 def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
@@ -81,14 +81,14 @@ def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
         exclusive.append(texts("never"))
     plain.append(texts("again"))
     bus.writer(exclusive="x").append(texts("end"))
-    found = read_until(bus, b"end")
-    assert [value for value in found if value != b"perhaps"] == [
+    result = read_until(bus, b"end")
+    assert [value for value in result if value != b"perhaps"] == [
         b"plain",
         b"exclusive",
         b"again",
         b"end",
     ]
-    assert found.count(b"perhaps") <= 1
+    assert result.count(b"perhaps") <= 1
 
 
 def test_a_killed_broker_comes_back_with_everything_acknowledged(
@@ -104,14 +104,14 @@ def test_a_killed_broker_comes_back_with_everything_acknowledged(
         writer.append(texts("lost or not"))
     broker.start()
     writer.append(texts("end"))
-    found = [value.decode() for value in read_until(bus, b"end")]
-    assert found[:50] == acknowledged
+    results = [value.decode() for value in read_until(bus, b"end")]
+    assert results[:50] == acknowledged
     rest: list[Record] = []
     deadline_s = time.monotonic() + 30
-    while len(rest) < len(found) - 1 and time.monotonic() < deadline_s:
+    while len(rest) < len(results) - 1 and time.monotonic() < deadline_s:
         with suppress(BusError):  # it may take a moment to find its broker again
             rest += reader.poll(timeout_s=1)
-    assert [record.value.decode() for record in rest] == found[1:], "the reader went on"
+    assert [record.value.decode() for record in rest] == results[1:], "the reader went on"
 
 
 def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
@@ -131,12 +131,12 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
         reader.poll(timeout_s=0.1)
     broker.resume()
     bus.writer().append(texts("back"))
-    found: list[Record] = []
+    records: list[Record] = []
     deadline_s = time.monotonic() + 30
-    while not found and time.monotonic() < deadline_s:
+    while not records and time.monotonic() < deadline_s:
         with suppress(BusError):
-            found = reader.poll(timeout_s=1)
-    assert [record.value for record in found] == [b"back"]
+            records = reader.poll(timeout_s=1)
+    assert [record.value for record in records] == [b"back"]
 
 
 def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: KafkaBus) -> None:

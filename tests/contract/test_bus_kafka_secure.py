@@ -52,9 +52,9 @@ class SecureHarness(KafkaHarness):
 
 @pytest.fixture
 def harness(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> Iterator[SecureHarness]:
-    made = SecureHarness(secure_kafka.address("SECURE"), admin)
-    yield made
-    made.close()
+    harness = SecureHarness(secure_kafka.address("SECURE"), admin)
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -70,7 +70,7 @@ def test_a_record_passes_under_every_mechanism(
     bus = harness.open()
     topic = topic_on(harness, bus)
     bus.writer(exclusive=harness.topic("w")).append([Append(topic=topic, value=b"x")])
-    assert [one.value for one in read(bus.reader({TopicPartition(topic, 0): 0}), 1)] == [b"x"]
+    assert [record.value for record in read(bus.reader({TopicPartition(topic, 0): 0}), 1)] == [b"x"]
     harness.close()
 
 
@@ -154,7 +154,7 @@ def test_a_client_s_certificate_that_the_broker_does_not_take(
 
 
 @pytest.mark.parametrize(
-    ("listener", "protocol", "said"),
+    ("listener", "protocol", "text"),
     [
         ("SECURE", "PLAINTEXT", "speaks TLS"),
         ("SECURE", "SASL_PLAINTEXT", "speaks TLS"),
@@ -166,13 +166,13 @@ def test_a_client_s_certificate_that_the_broker_does_not_take(
     ],
 )
 def test_the_wrong_listener(
-    secure_kafka: KafkaBroker, admin: KafkaSecurity, listener: str, protocol: str, said: str
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, listener: str, protocol: str, text: str
 ) -> None:
     security = replace(admin, protocol=protocol)
     if not security.sasl:
         security = replace(security, username="", password_file="")
     error = refused(secure_kafka, listener, security)
-    assert said in error.message and "bus.protocol" in f"{error.message} {error.hint}"
+    assert text in error.message and "bus.protocol" in f"{error.message} {error.hint}"
 
 
 def test_one_broker_that_lets_in_is_enough(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> None:
@@ -189,20 +189,20 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
     address = secure_kafka.address("SECURE")
     harness = SecureHarness(address, admin)
     topic, name = topic_on(harness, harness.open()), harness.topic("w")
-    at = TopicPartition(topic, 0)
+    partition = TopicPartition(topic, 0)
     with_rights = SecureHarness(address, stranger)
 
     def work() -> None:
         bus = with_rights.open()
-        bus.end(at)
-        bus.reader({at: 0}).poll(timeout_s=2)
+        bus.end(partition)
+        bus.reader({partition: 0}).poll(timeout_s=2)
         bus.writer().append([Append(topic=topic, value=b"plain")])
         bus.writer(exclusive=name).append([Append(topic=topic, value=b"exclusive")])
 
     granted = granted_for(secure_kafka, work)
     assert granted == ["Describe", "DescribeConfigs", "Read", "Write", "Write"]
-    reader = harness.open().reader({at: 0})
-    assert [one.value for one in read(reader, 3)] == [b"plain", b"plain", b"exclusive"]
+    reader = harness.open().reader({partition: 0})
+    assert [record.value for record in read(reader, 3)] == [b"plain", b"plain", b"exclusive"]
     harness.close()
     with_rights.close()
 
@@ -212,15 +212,15 @@ def test_a_trim_needs_the_right_to_delete_and_no_other_that_its_role_has_not(
 ) -> None:
     address = secure_kafka.address("SECURE")
     harness, with_rights = SecureHarness(address, admin), SecureHarness(address, stranger)
-    bus, at = harness.open(), TopicPartition(f"{harness.topic('t')}.metrics", 0)
-    bus.create([TopicSpec(name=at.topic)])
-    offsets = bus.writer().append(appends(at.topic, "a", "b", "c"))
+    bus, partition = harness.open(), TopicPartition(f"{harness.topic('t')}.metrics", 0)
+    bus.create([TopicSpec(name=partition.topic)])
+    offsets = bus.writer().append(appends(partition.topic, "a", "b", "c"))
 
     def work() -> None:
-        with_rights.open().trim(at, offsets[2])
+        with_rights.open().trim(partition, offsets[2])
 
     assert granted_for(secure_kafka, work) == ["Describe", "DescribeConfigs", "Delete"]
-    assert bus.begin(at) == offsets[2]
+    assert bus.begin(partition) == offsets[2]
     harness.close()
     with_rights.close()
 
@@ -240,14 +240,14 @@ def granted_for(secure_kafka: KafkaBroker, work: Callable[[], None]) -> list[str
 def grant(secure_kafka: KafkaBroker, hint: str) -> str:
     """Do what a hint says; returns the operation."""
     words = hint.partition(";")[0].split()
-    said = dict(zip(words[2::2], words[3::2], strict=True))
-    kind = "TOPIC" if "--topic" in said else "TRANSACTIONAL_ID"
-    operation = said["--operation"]
+    settings = dict(zip(words[2::2], words[3::2], strict=True))
+    kind = "TOPIC" if "--topic" in settings else "TRANSACTIONAL_ID"
+    operation = settings["--operation"]
     right = {
-        "user": said["--allow-principal"].removeprefix("User:"),
+        "user": settings["--allow-principal"].removeprefix("User:"),
         "operation": "DESCRIBE_CONFIGS" if operation == "DescribeConfigs" else operation.upper(),
         "kind": kind,
-        "name": said.get("--topic") or said["--transactional-id"],
+        "name": settings.get("--topic") or settings["--transactional-id"],
         "pattern": "literal",
     }
     allow(secure_kafka, [right])
@@ -283,15 +283,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "fatal", "said"), SETTINGS)
+@pytest.mark.parametrize(("settings", "fatal", "client"), SETTINGS)
 def test_somebody_else_s_topic_is_looked_at(
     secure_kafka: KafkaBroker,
     settings: dict[str, str],
     fatal: bool,
-    said: str,
+    client: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    name = f"theirs.{said.replace(' ', '-')}"
+    name = f"theirs.{client.replace(' ', '-')}"
     theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     limit = {"max.message.bytes": str(16 * 1024 * 1024)}
     configs = {**limit, "retention.ms": "-1", **settings}
@@ -302,12 +302,12 @@ def test_somebody_else_s_topic_is_looked_at(
     theirs.close()
     bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
     if fatal:
-        with pytest.raises(BusError, match=said) as raised:
+        with pytest.raises(BusError, match=client) as raised:
             bus.create([TopicSpec(name=name)])
         assert raised.value.hint
     else:
         bus.create([TopicSpec(name=name)])
-        assert said in caplog.text
+        assert client in caplog.text
     bus.close()
 
 
@@ -317,8 +317,8 @@ def test_retention_of_a_topic_that_may_be_trimmed_is_not_told(
     theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     for name in ("kept.control", "kept.metrics"):
         configs = {"retention.ms": "3600000", "max.message.bytes": str(11 * 1024 * 1024)}
-        made = {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}}
-        theirs.create_topics(made, wait_for_metadata=True)
+        created = {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}}
+        theirs.create_topics(created, wait_for_metadata=True)
     theirs.close()
     bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
     bus.create([TopicSpec(name="kept.control"), TopicSpec(name="kept.metrics")])

@@ -32,26 +32,28 @@ def at(bus: KafkaBus) -> TopicPartition:
     return TopicPartition(topic, 0)
 
 
-def records(at: TopicPartition, count: int, size: int = 1) -> list[Append]:
-    return [Append(topic=at.topic, value=bytes([each % 256]) * size) for each in range(count)]
+def records(partition: TopicPartition, count: int, size: int = 1) -> list[Append]:
+    return [
+        Append(topic=partition.topic, value=bytes([each % 256]) * size) for each in range(count)
+    ]
 
 
-def read(bus: KafkaBus, at: TopicPartition, count: int, timeout_s: float) -> list[Record]:
+def read(bus: KafkaBus, partition: TopicPartition, count: int, timeout_s: float) -> list[Record]:
     """Everything from the beginning, which must come."""
-    reader = bus.reader({at: 0})
-    found: list[Record] = []
+    reader = bus.reader({partition: 0})
+    records: list[Record] = []
     deadline_s = time.monotonic() + 60
-    while len(found) < count:
-        found += reader.poll(timeout_s=timeout_s)
+    while len(records) < count:
+        records += reader.poll(timeout_s=timeout_s)
         assert time.monotonic() < deadline_s
-    assert reader.position(at) == bus.end(at)
+    assert reader.position(partition) == bus.end(partition)
     reader.close()
-    return found
+    return records
 
 
 def test_the_first_poll_of_a_reader_brings_what_is_there(bus: KafkaBus, at: TopicPartition) -> None:
     bus.writer().append(records(at, 3))
-    assert [one.offset for one in bus.reader({at: 0}).poll(timeout_s=30)] == [0, 1, 2]
+    assert [record.offset for record in bus.reader({at: 0}).poll(timeout_s=30)] == [0, 1, 2]
 
 
 def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
@@ -59,8 +61,8 @@ def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
 ) -> None:
     given = records(at, 40, size=1_000_000)
     assert bus.writer().append(given) == list(range(40)), "and an append above the bounds lands"
-    found = read(bus, at, 40, timeout_s=0.0)
-    assert [one.value for one in found] == [one.value for one in given]
+    result = read(bus, at, 40, timeout_s=0.0)
+    assert [record.value for record in result] == [record.value for record in given]
 
 
 def test_a_record_larger_than_an_answer_that_is_asked_for_comes_by_itself(bus: KafkaBus) -> None:
@@ -71,14 +73,14 @@ def test_a_record_larger_than_an_answer_that_is_asked_for_comes_by_itself(bus: K
         values = (bytes(size) for size in sizes)
         given = [Append(topic=topic, partition=partition, value=value) for value in values]
         assert bus.writer().append(given) == [0, 1, 2]
-    reader = bus.reader({TopicPartition(topic, one): 0 for one in range(2)})
-    found: dict[int, list[int]] = {0: [], 1: []}
+    reader = bus.reader({TopicPartition(topic, index): 0 for index in range(2)})
+    results: dict[int, list[int]] = {0: [], 1: []}
     deadline_s = time.monotonic() + 60
-    while sum(map(len, found.values())) < 2 * len(sizes):
-        for one in reader.poll(timeout_s=1):
-            found[one.partition].append(len(one.value))
+    while sum(map(len, results.values())) < 2 * len(sizes):
+        for record in reader.poll(timeout_s=1):
+            results[record.partition].append(len(record.value))
         assert time.monotonic() < deadline_s
-    assert found == {0: list(sizes), 1: list(sizes)}
+    assert results == {0: list(sizes), 1: list(sizes)}
 
 
 def test_a_reader_that_reads_on_misses_nothing_and_one_that_seeks_repeats(
@@ -87,13 +89,13 @@ def test_a_reader_that_reads_on_misses_nothing_and_one_that_seeks_repeats(
     writer, reader = bus.writer(), bus.reader({at: 0})
     for number in range(20):
         assert writer.append(records(at, 1)) == [number]
-        assert [one.offset for one in _next(reader)] == [number]
+        assert [record.offset for record in _next(reader)] == [number]
     reader.seek(at, 5)
-    assert [one.offset for one in _next(reader)] == list(range(5, 20))
+    assert [record.offset for record in _next(reader)] == list(range(5, 20))
 
 
 def _next(reader: Reader) -> list[Record]:
-    found: list[Record] = []
-    while not found:
-        found = reader.poll(timeout_s=1)
-    return found
+    records: list[Record] = []
+    while not records:
+        records = reader.poll(timeout_s=1)
+    return records

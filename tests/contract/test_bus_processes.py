@@ -30,11 +30,11 @@ ROUNDS = 30
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A log that processes can share."""
     if request.param == "sqlite":
-        made: Any = SqliteHarness(tmp_path)
+        harness: Any = SqliteHarness(tmp_path)
     else:
-        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
-    yield made
-    made.close()
+        harness = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield harness
+    harness.close()
 
 
 class WriterProcess:
@@ -68,21 +68,21 @@ class WriterProcess:
         late = threading.Timer(END_LIMIT_S, self.process.kill)
         late.start()
         with self.process.stdin, self.process.stdout:
-            said = self.process.stdout.read()
+            text = self.process.stdout.read()
         self.process.wait(END_LIMIT_S)
         late.cancel()
-        return said.split()
+        return text.split()
 
 
 def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
-    at = TopicPartition(topic, 0)
-    reader = bus.reader({at: 0})
-    said: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for record in catch_up(bus, reader, at):
+    partition = TopicPartition(topic, 0)
+    reader = bus.reader({partition: 0})
+    text: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for record in catch_up(bus, reader, partition):
         who, call, index = record.value.decode().split()
         assert record.key == who.encode()
-        said[who].append((int(call), int(index)))
-    return said
+        text[who].append((int(call), int(index)))
+    return text
 
 
 def sequence(records: int) -> list[tuple[int, int]]:
@@ -109,11 +109,11 @@ def test_a_sqlite_log_keeps_the_records_of_an_append_side_by_side(tmp_path: Path
             writer.go()
         for writer in writers:
             writer.end()
-        at = TopicPartition(topic, 0)
-        found = catch_up(bus, bus.reader({at: 0}), at)
-    assert len(found) == 3 * 20 * BATCH
-    for start in range(0, len(found), BATCH):
-        calls = {record.value.rsplit(b" ", 1)[0] for record in found[start : start + BATCH]}
+        partition = TopicPartition(topic, 0)
+        result = catch_up(bus, bus.reader({partition: 0}), partition)
+    assert len(result) == 3 * 20 * BATCH
+    for start in range(0, len(result), BATCH):
+        calls = {record.value.rsplit(b" ", 1)[0] for record in result[start : start + BATCH]}
         assert len(calls) == 1, "another writer's records lie inside an append"
 
 
@@ -129,8 +129,8 @@ def test_a_process_is_fenced_by_another(harness: Any) -> None:
     calls = int([line, *rest[:-1]][-1]) + 1
     # A broker may answer the commit that a fence overtakes with an unknown error.
     outcomes = {"fenced": {calls}, "unknown": {calls, calls + 1}}
-    said = told(bus, topic)["zombie"]
-    assert said in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
+    text = told(bus, topic)["zombie"]
+    assert text in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
     writer.close()
 
 
@@ -150,14 +150,14 @@ def kill_rounds(harness: Any, rounds: int) -> None:
         writer.process.kill()
         acknowledged[f"r{i}"] = int(([last, line, *writer.end()])[-1])
     bus.writer(exclusive=name).close()  # ends what the last killed one left open
-    said = told(bus, topic)
+    text = told(bus, topic)
     for i in range(rounds):
         who = f"r{i}"
         calls = acknowledged[who] + 1
-        assert calls * BATCH <= len(said[who]) <= (calls + 1) * BATCH
-        assert said[who] == sequence(len(said[who])), "in order, without holes"
-        whole = harness.url.startswith("sqlite") or i % 2
-        assert not whole or len(said[who]) % BATCH == 0, "an append was torn"
+        assert calls * BATCH <= len(text[who]) <= (calls + 1) * BATCH
+        assert text[who] == sequence(len(text[who])), "in order, without holes"
+        full = harness.url.startswith("sqlite") or i % 2
+        assert not full or len(text[who]) % BATCH == 0, "an append was torn"
 
 
 def test_killed_writers_lose_nothing_that_was_acknowledged(harness: Any) -> None:

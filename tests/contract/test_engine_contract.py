@@ -97,10 +97,10 @@ def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path:
     def carry(kv: Kv) -> Kv | None:
         blob = handover.put(label, kv)
         assert isinstance(blob, Blob)
-        found = handover.fetch(label, blob)
+        fetch = handover.fetch(label, blob)
         handover.drop(blob)  # it is mapped, and read when its request has a slot
-        assert isinstance(found, Kv)
-        return found
+        assert isinstance(fetch, Kv)
+        return fetch
 
     moves.check_a_request_moves_again_and_again(subject, carry)
     if BATCH_INVARIANT in subject.open(slots=1).declares:

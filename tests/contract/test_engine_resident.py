@@ -88,7 +88,7 @@ class Several:
     def wanted(self, count: int = 24, *, max_tokens: int = 40) -> list[EngineRequest]:
         """Requests of many lengths, spread over the three versions."""
         plain = requests(self.subject, count, max_tokens=max_tokens)
-        return [replace(one, version=number % 3) for number, one in enumerate(plain)]
+        return [replace(row, version=number % 3) for number, row in enumerate(plain)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -112,14 +112,14 @@ def several(
     directory = make("qwen2" if kind == "vllm" else kind, folder / "model")
     lora = make_lora(directory, folder / "policies")
     assets = lora.store.assets_path(lora.assets)
-    found = Several(
+    several = Several(
         kind=kind, directory=directory, policies=list(lora.policies), open=torch(assets)
     )
-    if not found.rounds:
-        yield found
+    if not several.rounds:
+        yield several
         return
     with server_opener(RANK) as open_engine:
-        yield replace(found, open=open_engine)
+        yield replace(several, open=open_engine)
 
 
 def torch(assets: Path) -> Callable[..., Engine]:
@@ -136,11 +136,11 @@ def torch(assets: Path) -> Callable[..., Engine]:
 
 
 def assert_same(
-    several: Several, found: Mapping[str, Result], wanted: Mapping[str, Result]
+    several: Several, results: Mapping[str, Result], expected_results: Mapping[str, Result]
 ) -> None:
     """In every bit, or as nearly as the engine promises."""
-    assert "error" not in {one.reason for one in wanted.values()}
-    assert_all_alike(several.subject, found, wanted)
+    assert "error" not in {result.reason for result in expected_results.values()}
+    assert_all_alike(several.subject, results, expected_results)
 
 
 def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
@@ -156,15 +156,17 @@ def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
 def test_rows_of_three_versions_have_the_bits_that_each_version_alone_gives(
     several: Several,
 ) -> None:
-    wanted = several.wanted()
-    together = run(several.serving(0, 1, 2), wanted)
+    expected = several.wanted()
+    together = run(several.serving(0, 1, 2), expected)
     for version in range(3):
-        mine = [one for one in wanted if one.version == version]
+        mine = [entry for entry in expected if entry.version == version]
         alone = run(several.serving(version, most=1), mine)
-        assert_same(several, {one.request: together[one.request] for one in mine}, alone)
-    one = wanted[4]
-    by_itself = run(several.serving(one.version, slots=1), [one])
-    assert_same(several, by_itself, {one.request: together[one.request]})
+        assert_same(
+            several, {request.request: together[request.request] for request in mine}, alone
+        )
+    request = expected[4]
+    by_itself = run(several.serving(request.version, slots=1), [request])
+    assert_same(several, by_itself, {request.request: together[request.request]})
 
 
 def test_versions_sample_differently(several: Several) -> None:
@@ -183,12 +185,12 @@ def test_versions_sample_differently(several: Several) -> None:
 def test_another_version_is_loaded_while_rows_run_and_changes_none_of_their_bits(
     several: Several,
 ) -> None:
-    first = [replace(one, version=one.version % 2) for one in several.wanted(8)]
+    first = [replace(entry, version=entry.version % 2) for entry in several.wanted(8)]
     wholes = run(several.serving(0, 1), first)
     engine = several.serving(0, 1)
-    results: dict[str, Result] = {one.request: Result() for one in first}
-    for one in first:
-        engine.add(one)
+    results: dict[str, Result] = {request.request: Result() for request in first}
+    for entry in first:
+        engine.add(entry)
     for number in range(400):
         if number == 3:
             path, digest = several.policies[2]
@@ -214,25 +216,27 @@ def collect(results: dict[str, Result], event: object) -> None:
 def test_kv_cache_goes_on_under_its_own_version_and_no_other(several: Several) -> None:
     if KV_EXPORT not in several.serving(0).declares:
         pytest.skip("it has no door for KV caches")
-    one = replace(request("r", [5, 6, 7, 8], max_tokens=40), version=1)
-    whole = run(several.serving(1), [one])["r"]
+    trajectory = replace(request("r", [5, 6, 7, 8], max_tokens=40), version=1)
+    full = run(several.serving(1), [trajectory])["r"]
     engine = several.serving(0, 1, 2)
-    engine.add(one)
+    engine.add(trajectory)
     tokens: list[int] = []
     for _ in range(9):
         engine.step()
-    found = engine.export("r")
-    assert found is not None
-    assert found.kv is not None
-    assert found.sampled is not None
-    assert found.kv.weights == several.policies[1][1]
-    tokens = [*one.token_ids, *found.sampled.token_ids]
-    rest = replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)
+    export = engine.export("r")
+    assert export is not None
+    assert export.kv is not None
+    assert export.sampled is not None
+    assert export.kv.weights == several.policies[1][1]
+    tokens = [*trajectory.token_ids, *export.sampled.token_ids]
+    rest = replace(
+        trajectory, token_ids=tokens, sampled=len(export.sampled.token_ids), kv=export.kv
+    )
     there = several.serving(0, 1)
     other = replace(rest, version=0)
     assert there.kv_error(other) == "other weights"
     assert there.kv_error(rest) is None
-    assert run(there, [rest])["r"] == whole.after(len(found.sampled.token_ids))
+    assert run(there, [rest])["r"] == full.after(len(export.sampled.token_ids))
 
 
 def test_version_that_is_not_resident_is_refused_and_so_is_one_too_many(several: Several) -> None:
@@ -258,9 +262,9 @@ def test_two_versions_may_have_the_same_weights(several: Several) -> None:
     path, digest = several.policies[1]
     engine.load(path, version=2, digest=digest)
     engine.drop(1)
-    one = request("r", [5, 6], max_tokens=12)
-    found = run(engine, [replace(one, version=2)])
-    assert_same(several, found, run(several.serving(1), [replace(one, version=1)]))
+    req = request("r", [5, 6], max_tokens=12)
+    result = run(engine, [replace(req, version=2)])
+    assert_same(several, result, run(several.serving(1), [replace(req, version=1)]))
 
 
 class TestAdapters:
@@ -275,29 +279,31 @@ class TestAdapters:
         base, digest = several.policies[0]
         adapter = random_adapter(base, digest, seed=8, size=0.05)
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
-        made = publish(store, adapter)
+        publication = publish(store, adapter)
         merged = tmp_path / "merged"
-        write_model_dir(merged, several.directory, lambda at: write_merged(base, adapter, at))
+        write_model_dir(
+            merged, several.directory, lambda position: write_merged(base, adapter, position)
+        )
         engine = several.serving(0, 1)
-        engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
-        one = replace(request("r", [5, 6, 7], max_tokens=60), version=2)
-        result = run(engine, [one])["r"]
+        engine.load(store.weights_path(publication.digest), version=2, digest=publication.digest)
+        entry = replace(request("r", [5, 6, 7], max_tokens=60), version=2)
+        result = run(engine, [entry])["r"]
         assert logprob_distance(merged, [5, 6, 7], result) < TOLERANCE
         assert logprob_distance(several.directory, [5, 6, 7], result) > DIFFERENT
 
     def test_version_zero_is_the_base_bit_for_bit_where_bits_are_promised(
         self, several: Several
     ) -> None:
-        wanted = several.wanted(12)
-        base = [one for one in wanted if one.version == 0]
-        found = run(several.serving(0, 1, 2), wanted)
+        expected = several.wanted(12)
+        base = [entry for entry in expected if entry.version == 0]
+        actual = run(several.serving(0, 1, 2), expected)
         if several.rounds:
-            for one in base:
-                result = found[one.request]
-                assert logprob_distance(several.directory, one, result) < TOLERANCE
+            for request in base:
+                result = actual[request.request]
+                assert logprob_distance(several.directory, request, result) < TOLERANCE
             return
         plain = TorchEngine.open(several.directory, slots=16, context_tokens=256, threads=1)
-        assert {one.request: found[one.request] for one in base} == run(plain, base)
+        assert {request.request: actual[request.request] for request in base} == run(plain, base)
 
     def test_prefixes_are_kept_apart_by_version_and_dropped_with_it(self, several: Several) -> None:
         if several.rounds:
@@ -308,14 +314,14 @@ class TestAdapters:
             for number in range(2)
             for version in range(3)
         ]
-        wanted = run(several.serving(0, 1, 2), asked)
+        expected = run(several.serving(0, 1, 2), asked)
         engine = several.serving(0, 1, 2, slots=1, prefix_cache_ratio=9.0)
-        assert run(engine, asked) == wanted
+        assert run(engine, asked) == expected
         assert engine.prompt_tokens == PromptTokens(computed=3 * 59, reused=3 * 59)
         engine.drop(1)
         path, digest = several.policies[1]
         engine.load(path, version=1, digest=digest)
-        assert run(engine, asked) == wanted
+        assert run(engine, asked) == expected
         assert engine.prompt_tokens == PromptTokens(computed=4 * 59, reused=8 * 59)
 
     def test_adapter_on_other_weights_or_of_another_rank_or_model_is_refused(
@@ -330,9 +336,11 @@ class TestAdapters:
             (random_adapter(base, digest, seed=1, rank=2), "rank 2, not 4"),
             (random_adapter(base, digest, seed=1, layers=("embed_tokens",)), "no linear layer"),
         ):
-            made = publish(store, adapter)
+            publication = publish(store, adapter)
             with pytest.raises(PolicyError, match=match):
-                engine.load(store.weights_path(made.digest), version=1, digest=made.digest)
+                engine.load(
+                    store.weights_path(publication.digest), version=1, digest=publication.digest
+                )
         after = run(engine, [replace(request("r", [5], max_tokens=9), version=0)])
         assert after == before
 
@@ -343,12 +351,14 @@ class TestAdapters:
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
         for layers in (("q_proj",), ("v_proj", "down_proj"), ("up_proj",)):
             adapter = random_adapter(base, digest, seed=3, layers=layers)
-            made = publish(store, adapter)
+            publication = publish(store, adapter)
             engine = several.serving(0)
-            engine.load(store.weights_path(made.digest), version=1, digest=made.digest)
-            one = request("r", [5, 6, 7], max_tokens=30)
-            found = run(engine, [replace(one, version=1), replace(one, request="b", version=0)])
-            assert found["r"].logprobs != found["b"].logprobs
+            engine.load(
+                store.weights_path(publication.digest), version=1, digest=publication.digest
+            )
+            req = request("r", [5, 6, 7], max_tokens=30)
+            result = run(engine, [replace(req, version=1), replace(req, request="b", version=0)])
+            assert result["r"].logprobs != result["b"].logprobs
 
     def test_row_whose_adapter_overflows_harms_none_of_another_version(
         self, several: Several, tmp_path: Path
@@ -356,16 +366,18 @@ class TestAdapters:
         base, digest = several.policies[0]
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
         broken = random_adapter(base, digest, seed=3, size=1e30)
-        made = publish(store, broken)
+        publication = publish(store, broken)
         engine = several.serving(0, 1)
-        engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
-        wanted = several.wanted(12)
-        found = run(engine, wanted)
-        good = run(several.serving(0, 1, 2), wanted)
-        for one in wanted:
-            if one.version == 2:
-                assert found[one.request].reason == "error"
+        engine.load(store.weights_path(publication.digest), version=2, digest=publication.digest)
+        expected = several.wanted(12)
+        result = run(engine, expected)
+        good = run(several.serving(0, 1, 2), expected)
+        for req in expected:
+            if req.version == 2:
+                assert result[req.request].reason == "error"
             else:
                 assert_same(
-                    several, {one.request: found[one.request]}, {one.request: good[one.request]}
+                    several,
+                    {req.request: result[req.request]},
+                    {req.request: good[req.request]},
                 )

@@ -58,13 +58,13 @@ def test_every_token_behind_the_first_has_its_experts(mixture: Mixture) -> None:
     folder, engine = mixture
     asked = request("r", PROMPT, max_tokens=9, routes=True)
     sparse = 2 if '"qwen3_moe"' in (folder / "config.json").read_text() else 1
-    others = [request(f"o{n}", PROMPT[: 9 * n], max_tokens=7, routes=True) for n in (1, 2)]
-    found = routed_run(engine, [others[0], replace(asked, emit_every=2), others[1]])
+    requests = [request(f"o{n}", PROMPT[: 9 * n], max_tokens=7, routes=True) for n in (1, 2)]
+    result = routed_run(engine, [requests[0], replace(asked, emit_every=2), requests[1]])
     assert ROUTES in engine.declares
-    for one in (asked, *others):
-        tokens, routes = found[one.request]
+    for req in (asked, *requests):
+        tokens, routes = result[req.request]
         assert (routes.experts, routes.layers, routes.per_token) == (8, sparse, 2)
-        check_routes(routes, len(one.token_ids) + len(tokens))
+        check_routes(routes, len(req.token_ids) + len(tokens))
         need_entries(routes, range(1, routes.tokens))
         assert (routes.choices[0] == 255).all()
 
@@ -116,7 +116,7 @@ def test_nobody_is_told_who_does_not_ask(mixture: Mixture) -> None:
     _, engine = mixture
     engine.add(request("r", PROMPT, max_tokens=3))
     events = [event for _ in range(3) for event in engine.step()]
-    assert [one.routes for one in events if isinstance(one, TokensSampled)] == [None]
+    assert [event.routes for event in events if isinstance(event, TokensSampled)] == [None]
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])

@@ -61,8 +61,8 @@ def test_logprobs_are_those_of_transformers(directory: Path) -> None:
         f"r{length}": chance.integers(0, 90, length).tolist() for length in (1, 5, 33, 64, 150)
     }
     engine = open_engine(directory)
-    wanted = [request(name, prompt, max_tokens=80) for name, prompt in prompts.items()]
-    results = run(engine, wanted)
+    requests = [request(name, prompt, max_tokens=80) for name, prompt in prompts.items()]
+    results = run(engine, requests)
     for name, prompt in prompts.items():
         assert logprob_distance(directory, prompt, results[name]) < LOGPROB_TOLERANCE
 
@@ -77,11 +77,11 @@ def test_weights_in_bfloat16_give_the_bits_of_the_same_numbers_in_float32(
     wide = tmp_path / "wide"
     digests = manifest.digest, write_as(narrow, "float32", wide).digest
     engine = open_engine(store.assets_path(assets), slots=2, context_tokens=128)
-    wanted = [request("r", [5, 17, 40, 8], max_tokens=20)]
+    expected = [request("r", [5, 17, 40, 8], max_tokens=20)]
     results = []
     for version, file in enumerate((narrow, wide)):
         engine.load(file, version=version, digest=digests[version])
-        results.append(run(engine, wanted))
+        results.append(run(engine, expected))
     assert results[0] == results[1]
 
 
@@ -180,17 +180,17 @@ def test_long_prompts_are_prefilled_over_several_steps(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(directory, slots=8)
-    prompts = [[(7 * n + 3 * at) % 90 for at in range(300 - 31 * n)] for n in range(8)]
-    wanted = [request(f"r{n}", prompt, max_tokens=12) for n, prompt in enumerate(prompts)]
-    at_once = run(engine, wanted)
+    prompts = [[(7 * n + 3 * index) % 90 for index in range(300 - 31 * n)] for n in range(8)]
+    requests = [request(f"r{n}", prompt, max_tokens=12) for n, prompt in enumerate(prompts)]
+    at_once = run(engine, requests)
     monkeypatch.setattr(torch_engine, "PREFILL_TOKENS_MAX", 70)
-    assert run(engine, wanted) == at_once
-    engine.add(wanted[0])
+    assert run(engine, requests) == at_once
+    engine.add(requests[0])
     assert [engine.step() for _ in range(4)] == [[], [], [], []]
     assert engine.kv_used_tokens == 280
     engine.cancel("r0")
     assert engine.kv_used_tokens == 0
-    assert run(engine, wanted) == at_once
+    assert run(engine, requests) == at_once
 
 
 def test_weights_that_change_under_long_rows_are_prefilled_over_several_steps(
@@ -200,15 +200,15 @@ def test_weights_that_change_under_long_rows_are_prefilled_over_several_steps(
     weights = tmp_path / "same.safetensors"
     save_file(load_all(directory), weights)
     same = read_manifest(weights).digest
-    wanted = [request(f"r{n}", [5, 6, 7 + n] * 40, max_tokens=60, seed=n) for n in range(4)]
-    wholes = run(engine, wanted)
-    results = {one.request: Result() for one in wanted}
-    for one in wanted:
-        engine.add(one)
+    requests = [request(f"r{n}", [5, 6, 7 + n] * 40, max_tokens=60, seed=n) for n in range(4)]
+    wholes = run(engine, requests)
+    results = {request.request: Result() for request in requests}
+    for req in requests:
+        engine.add(req)
     steps(engine, results, 20)
     monkeypatch.setattr(torch_engine, "PREFILL_TOKENS_MAX", 50)
-    for at in (0, 1, 5):  # also while some are prefilled and one is in the middle of it
-        steps(engine, results, at)
+    for position in (0, 1, 5):  # also while some are prefilled and one is in the middle of it
+        steps(engine, results, position)
         *pending, loaded = engine.reload_keeping(weights, version=1, digest=same)
         assert isinstance(loaded, WeightsLoaded)
         for event in pending:
@@ -221,43 +221,43 @@ def test_weights_that_change_under_long_rows_are_prefilled_over_several_steps(
 def test_what_a_prompt_was_sampled_as_makes_no_difference(directory: Path) -> None:
     """Feeding 150 sampled tokens as a prompt leaves the very bits that sampling them left."""
     engine = open_engine(directory)
-    whole = run(engine, [request("r", [5], max_tokens=200)])["r"]
-    tokens = [5, *whole.tokens[:150]]
+    full = run(engine, [request("r", [5], max_tokens=200)])["r"]
+    tokens = [5, *full.tokens[:150]]
     rest = run(engine, [request("r", tokens, sampled=150, max_tokens=200)])["r"]
-    assert rest == whole.after(150)
+    assert rest == full.after(150)
 
 
 def test_a_model_that_is_not_finite_ends_its_requests_and_spoils_nothing(
     directory: Path, tmp_path: Path
 ) -> None:
     engine = open_engine(directory, slots=4)
-    wanted = [request(f"r{n}", [5, 6, 7 + n], max_tokens=40) for n in range(4)]
-    good = run(engine, wanted)
+    requests = [request(f"r{n}", [5, 6, 7 + n], max_tokens=40) for n in range(4)]
+    good = run(engine, requests)
     tensors, path = load_all(directory), tmp_path / "broken.safetensors"
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
     tensors["model.layers.0.self_attn.v_proj.weight"].fill_(torch.inf)
     save_file(tensors, path)
     engine.load(path, version=1, digest=read_manifest(path).digest)
-    assert all(r == Result(reason="error") for r in run(engine, wanted).values())
+    assert all(r == Result(reason="error") for r in run(engine, requests).values())
     back = tmp_path / "back.safetensors"
     save_file(load_all(directory), back)
     engine.load(back, version=2, digest=read_manifest(back).digest)
-    assert run(engine, wanted) == good
+    assert run(engine, requests) == good
 
 
 def test_a_request_that_is_not_finite_harms_none_beside_or_after_it(tmp_path: Path) -> None:
     directory = make("qwen2", tmp_path / "model")
-    wanted = [request(f"r{n}", [5, 6, 7 + n] * 9, max_tokens=40, seed=n) for n in range(6)]
-    good = run(open_engine(directory), wanted)
-    seen = {token for result in good.values() for token in result.tokens} | set(range(20))
-    poison = next(token for token in range(100) if token not in seen)
+    requests = [request(f"r{n}", [5, 6, 7 + n] * 9, max_tokens=40, seed=n) for n in range(6)]
+    good = run(open_engine(directory), requests)
+    observed = {token for result in good.values() for token in result.tokens} | set(range(20))
+    poison = next(token for token in range(100) if token not in observed)
     tensors, path = load_all(directory), tmp_path / "poisoned.safetensors"
     tensors["model.embed_tokens.weight"][poison] = torch.inf
     save_file(tensors, path)
     engine = open_engine(directory, slots=7)
     engine.load(path, version=1, digest=read_manifest(path).digest)
     bad = request("bad", [5] * 20 + [poison] * 20, max_tokens=40)
-    for order in ([bad, *wanted], [*wanted[:3], bad, *wanted[3:]], [*wanted, bad]):
+    for order in ([bad, *requests], [*requests[:3], bad, *requests[3:]], [*requests, bad]):
         results = run(engine, order)
         assert results.pop("bad") == Result(reason="error")
         assert results == good
@@ -280,7 +280,7 @@ def test_a_tied_head_may_stand_beside_its_embedding_if_it_is_equal(tmp_path: Pat
 def test_sixteen_bit_weights_are_widened(tmp_path: Path) -> None:
     directory = make("qwen2", tmp_path / "model")
     for dtype in (torch.bfloat16, torch.float16):
-        half = {name: one.to(dtype) for name, one in load_all(directory).items()}
+        half = {name: decision.to(dtype) for name, decision in load_all(directory).items()}
         save_file(half, directory / "model.safetensors", metadata={"format": "pt"})
         result = run(open_engine(directory), [request("r", [5, 6, 7], max_tokens=40)])["r"]
         assert logprob_distance(directory, [5, 6, 7], result) < LOGPROB_TOLERANCE
@@ -369,8 +369,8 @@ def test_a_directory_without_weights_waits_for_them(tmp_path: Path) -> None:
         engine.add(request("r", [5]))
     weights = directory / "model.safetensors"
     engine.load(weights, version=0, digest=read_manifest(weights).digest)
-    wanted = [request("r", [5], max_tokens=9)]
-    assert run(engine, wanted) == run(open_engine(directory), wanted)
+    expected = [request("r", [5], max_tokens=9)]
+    assert run(engine, expected) == run(open_engine(directory), expected)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(directory: Path) -> None:
@@ -397,9 +397,9 @@ def test_a_closed_engine_holds_no_request(directory: Path) -> None:
 
 def test_a_request_may_name_any_63_bit_seed_and_more(directory: Path) -> None:
     engine = open_engine(directory)
-    one = EngineRequest(
+    request = EngineRequest(
         request="r", token_ids=[5], sampled=0, seed=0, params=SamplingParams(max_tokens=9)
     )
     seeds = (0, 1, 2**63 - 1, 2**64 + 5, -1)
-    drawn = [tuple(run(engine, [replace(one, seed=seed)])["r"].tokens) for seed in seeds]
+    drawn = [tuple(run(engine, [replace(request, seed=seed)])["r"].tokens) for seed in seeds]
     assert len(set(drawn)) == len(seeds)

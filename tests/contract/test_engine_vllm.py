@@ -50,19 +50,19 @@ def _model(subject: Subject, number: int = 0) -> Path:
 def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
     from tests.support.torch_engines import logprob_distance
 
-    wanted = requests(vllm, 12, seed=5)
-    results = run(vllm.open(slots=8), wanted)
-    for one in wanted:
-        distance = logprob_distance(_model(vllm), one, results[one.request])
-        assert distance < LOGPROB_DISTANCE_MAX, one
+    all_requests = requests(vllm, 12, seed=5)
+    results = run(vllm.open(slots=8), all_requests)
+    for req in all_requests:
+        distance = logprob_distance(_model(vllm), req, results[req.request])
+        assert distance < LOGPROB_DISTANCE_MAX, req
 
 
 def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
     from tests.support.torch_engines import greedy_tokens
 
     device.need_fine()
-    one = request("r", [5, 9, 14], max_tokens=40, temperature=0.0)
-    assert run(vllm.open(slots=8), [one])["r"].tokens == greedy_tokens(_model(vllm), [5, 9, 14], 40)
+    req = request("r", [5, 9, 14], max_tokens=40, temperature=0.0)
+    assert run(vllm.open(slots=8), [req])["r"].tokens == greedy_tokens(_model(vllm), [5, 9, 14], 40)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from(
 
     device.need_fine()
     # With plain and greedy ones, so that rows of one batch differ.
-    others = [request("plain", [7], max_tokens=40), request("g", [8], temperature=0.0)]
-    one = request("r", [5, 9, 14, 21], max_tokens=40, seed=3, **settings)
-    result = run(vllm.open(slots=8), [others[0], one, others[1]])["r"]
-    logits = reference_logits(_model(vllm), [*one.token_ids, *result.tokens]).numpy()
-    for place, token in enumerate(result.tokens):
-        expected = _sampled_from(logits[len(one.token_ids) - 1 + place], settings)
-        assert expected[token] == pytest.approx(result.sampler_logprobs[place], abs=1e-3)
+    rest = [request("plain", [7], max_tokens=40), request("g", [8], temperature=0.0)]
+    req = request("r", [5, 9, 14, 21], max_tokens=40, seed=3, **settings)
+    result = run(vllm.open(slots=8), [rest[0], req, rest[1]])["r"]
+    logits = reference_logits(_model(vllm), [*req.token_ids, *result.tokens]).numpy()
+    for index, token in enumerate(result.tokens):
+        expected = _sampled_from(logits[len(req.token_ids) - 1 + index], settings)
+        assert expected[token] == pytest.approx(result.sampler_logprobs[index], abs=1e-3)
 
 
 def _sampled_from(logits: np.ndarray[Any, Any], settings: dict[str, Any]) -> list[float]:
@@ -108,22 +108,22 @@ def _sampled_from(logits: np.ndarray[Any, Any], settings: dict[str, Any]) -> lis
         keep &= probs >= settings["min_p"] * probs.max()
     probs = np.where(keep, probs, 0.0)
     with np.errstate(divide="ignore"):
-        found: list[float] = np.log(probs / probs.sum()).tolist()
-    return found
+        log_probs: list[float] = np.log(probs / probs.sum()).tolist()
+    return log_probs
 
 
 def test_draws_follow_the_distribution(vllm: Subject) -> None:
     from tests.support.torch_engines import reference_logits
 
     count = 4000
-    wanted = [request(f"r{seed}", [5, 9, 14], seed=seed, max_tokens=1) for seed in range(count)]
+    requests = [request(f"r{seed}", [5, 9, 14], seed=seed, max_tokens=1) for seed in range(count)]
     engine = vllm.open(slots=64)
-    drawn = [result.tokens[0] for result in run(engine, wanted).values()]
+    drawn = [result.tokens[0] for result in run(engine, requests).values()]
     logits = reference_logits(_model(vllm), [5, 9, 14])[-1].numpy()
     expected = np.exp(_sampled_from(logits, {})) * count
-    seen = np.bincount(drawn, minlength=len(expected))
+    counts = np.bincount(drawn, minlength=len(expected))
     common = expected >= 5
-    chi = float((((seen - expected) ** 2) / expected)[common].sum())
+    chi = float((((counts - expected) ** 2) / expected)[common].sum())
     degrees = int(common.sum())
     assert chi < degrees + 5 * math.sqrt(2 * degrees)
 
@@ -144,13 +144,13 @@ def test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay(
     store = PolicyStore(tmp_path / "policies")
     manifest = import_model(store, other)[0]
     engine = vllm.open(slots=2)
-    one = request("r", [5, 6], max_tokens=20)
-    before = run(engine, [one])
+    req = request("r", [5, 6], max_tokens=20)
+    before = run(engine, [req])
     with pytest.raises(PolicyError, match="shape"):
         engine.load(store.weights_path(manifest.digest), version=1, digest=manifest.digest)
     with pytest.raises(PolicyError, match="digest"):
         engine.load(vllm.policies[1][0], version=1, digest=vllm.policies[0][1])
-    assert run(engine, [one]) == before
+    assert run(engine, [req]) == before
 
 
 def test_weights_in_bfloat16_are_the_same_numbers_in_float32(vllm: Subject, tmp_path: Path) -> None:
@@ -160,11 +160,11 @@ def test_weights_in_bfloat16_are_the_same_numbers_in_float32(vllm: Subject, tmp_
     narrow = import_model(store, _model(vllm, 1), "bfloat16")[0]
     file, wide = store.weights_path(narrow.digest), tmp_path / "wide"
     digest = write_as(file, "float32", wide).digest
-    engine, one = vllm.open(slots=2), request("r", [5, 6], max_tokens=20)
+    engine, req = vllm.open(slots=2), request("r", [5, 6], max_tokens=20)
     engine.load(file, version=1, digest=narrow.digest)
-    found = run(engine, [one])
+    result = run(engine, [req])
     engine.load(wide, version=2, digest=digest)
-    assert run(engine, [one]) == found
+    assert run(engine, [req]) == result
 
 
 @pytest.mark.parametrize("kept_by", ["nothing", "a cache that is never emptied"])
@@ -176,10 +176,10 @@ def test_no_block_of_older_weights_is_hit_after_a_load(
         never_emptied(engine, monkeypatch)
     (first, first_digest), (second, second_digest) = vllm.policies
     asked = request("r", [5 + token % 90 for token in range(200)], max_tokens=4)
-    whole = len(asked.token_ids) // BLOCK_TOKENS[device.DEVICE] * BLOCK_TOKENS[device.DEVICE]
+    full = len(asked.token_ids) // BLOCK_TOKENS[device.DEVICE] * BLOCK_TOKENS[device.DEVICE]
     engine.load(first, version=11, digest=first_digest)
     old = run(engine, [asked])
-    assert reused(engine, asked) == whole, "the same weights find their own"
+    assert reused(engine, asked) == full, "the same weights find their own"
     engine.load(second, version=12, digest=second_digest)
     assert reused(engine, asked) == 0
     assert run(engine, [asked]) != old
@@ -243,15 +243,15 @@ def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> N
 
 def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -> None:
     device.need_fine()
-    wanted = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
-    roomy = run(vllm.open(slots=12), wanted)
+    requests = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
+    roomy = run(vllm.open(slots=12), requests)
     tight = open_shared(slots=12, context_tokens=CONTEXT_TOKENS, kv_cache_gb=0.0012)
     (path, digest), _ = vllm.policies
     tight.load(path, version=0, digest=digest)
     assert tight.kv_tokens < 12 * 123
-    found = run(tight, wanted)
-    assert {name: one.tokens for name, one in found.items()} == {
-        name: one.tokens for name, one in roomy.items()
+    result = run(tight, requests)
+    assert {name: entry.tokens for name, entry in result.items()} == {
+        name: result.tokens for name, result in roomy.items()
     }
     tight.close()
 
@@ -263,14 +263,16 @@ def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Su
     count, length = 24, 120
     assert count * length > STEP_TOKENS_MAX + SLOTS
     prompts = np.random.default_rng(3).integers(0, vllm.vocabulary, (count, length)).tolist()
-    wanted = [request(f"r{n}", prompts[n], seed=n, max_tokens=6) for n in range(count)]
-    results = run(vllm.open(slots=count), wanted)
-    for one in wanted:
-        assert len(results[one.request].tokens) == 6
-        distance = logprob_distance(_model(vllm), one, results[one.request])
-        assert distance < LOGPROB_DISTANCE_MAX, one
-    alone = run(vllm.open(slots=1), wanted)
-    assert [one.tokens for one in alone.values()] == [one.tokens for one in results.values()]
+    requests = [request(f"r{n}", prompts[n], seed=n, max_tokens=6) for n in range(count)]
+    results = run(vllm.open(slots=count), requests)
+    for req in requests:
+        assert len(results[req.request].tokens) == 6
+        distance = logprob_distance(_model(vllm), req, results[req.request])
+        assert distance < LOGPROB_DISTANCE_MAX, req
+    alone = run(vllm.open(slots=1), requests)
+    assert [result.tokens for result in alone.values()] == [
+        result.tokens for result in results.values()
+    ]
 
 
 DOORS = ("/health", "/v1/models", "/collective_rpc", "/update_weights", "/weight_info", "/metrics")
@@ -306,7 +308,7 @@ def test_server_without_adapters_is_refused_by_a_worker_that_hosts_some(vllm: Su
 
 def test_server_listens_on_this_machine_alone(vllm: Subject) -> None:
     server, _ = running_server()
-    outside = {str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)}
+    outside = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     for host in outside - {"127.0.0.1", "127.0.1.1", "::1"}:
         with pytest.raises(OSError, match=r"\w"):
             socket.create_connection((host, server.address.port), 2.0).close()
@@ -322,7 +324,9 @@ def test_packed_weights_are_those_that_were_loaded_last(tmp_path: Path, kind: st
         engine = subject.open(slots=8)
         for seed, (weights, digest) in enumerate(subject.policies):
             engine.load(weights, version=seed, digest=digest)
-            results = run(engine, wanted := requests(subject, 6, seed=5))
-            for one in wanted:
-                distance = logprob_distance(_model(subject, seed), one, results[one.request])
-                assert distance < LOGPROB_DISTANCE_MAX, one
+            results = run(engine, all_requests := requests(subject, 6, seed=5))
+            for request in all_requests:
+                distance = logprob_distance(
+                    _model(subject, seed), request, results[request.request]
+                )
+                assert distance < LOGPROB_DISTANCE_MAX, request

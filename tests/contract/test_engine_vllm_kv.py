@@ -55,10 +55,10 @@ def model_of(subject: Subject, number: int = 0) -> Path:
     return next(folder for folder in folders if folder.is_dir())
 
 
-def distance(subject: Subject, one: EngineRequest, result: Result, *, policy: int = 0) -> float:
+def distance(subject: Subject, request: EngineRequest, result: Result, *, policy: int = 0) -> float:
     from tests.support.torch_engines import logprob_distance
 
-    return logprob_distance(model_of(subject, policy), one, result)
+    return logprob_distance(model_of(subject, policy), request, result)
 
 
 def opened(vllm: Subject, **which: Any) -> VllmEngine:
@@ -68,28 +68,28 @@ def opened(vllm: Subject, **which: Any) -> VllmEngine:
     return engine
 
 
-def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, EngineRequest]:
+def taken(engine: Engine, request: EngineRequest, *, sampled: int) -> tuple[Kv, EngineRequest]:
     for _ in range(moves.ATTEMPTS_MAX):
         results = defaultdict[str, Result](Result)
-        engine.add(replace(one, emit_every=1))
-        while len(results[one.request].tokens) < sampled:
+        engine.add(replace(request, emit_every=1))
+        while len(results[request.request].tokens) < sampled:
             moves.steps(engine, results, 1)
-        found = engine.export(one.request)
-        if found is not None:
-            assert found.sampled is None and found.kv is not None
-            tokens = [*one.token_ids, *results[one.request].tokens]
-            again = one.sampled + sampled
-            return found.kv, replace(one, token_ids=tokens, sampled=again, kv=found.kv)
-        engine.cancel(one.request)
-    raise AssertionError(f"{one.request} is never given out")
+        export = engine.export(request.request)
+        if export is not None:
+            assert export.sampled is None and export.kv is not None
+            tokens = [*request.token_ids, *results[request.request].tokens]
+            again = request.sampled + sampled
+            return export.kv, replace(request, token_ids=tokens, sampled=again, kv=export.kv)
+        engine.cancel(request.request)
+    raise AssertionError(f"{request.request} is never given out")
 
 
 def steps_until(
     engine: Engine, results: dict[str, Result], names: Iterable[str], *, tokens: int
 ) -> None:
-    some = [results[name] for name in names]
+    subset = [results[name] for name in names]
     for _ in range(moves.STEPS_MAX):
-        if all(one.reason is not None or len(one.tokens) >= tokens for one in some):
+        if all(entry.reason is not None or len(entry.tokens) >= tokens for entry in subset):
             return
         moves.steps(engine, results, 1)
     raise AssertionError(f"not {tokens} tokens of each")
@@ -116,26 +116,31 @@ def test_requests_that_move_into_company_have_the_logprobs_of_transformers(
     vllm: Subject, target: VllmEngine, cut: int
 ) -> None:
     source = vllm.open(slots=16)
-    company = [replace(one, request=f"c{one.request}") for one in requests(vllm, 6, seed=cut)]
-    long = [replace(one, params=replace(one.params, max_tokens=150)) for one in requests(vllm, 12)]
-    results = {one.request: Result() for one in [*long, *company]}
+    company = [
+        replace(request, request=f"c{request.request}") for request in requests(vllm, 6, seed=cut)
+    ]
+    long = [
+        replace(request, params=replace(request.params, max_tokens=150))
+        for request in requests(vllm, 12)
+    ]
+    results = {request.request: Result() for request in [*long, *company]}
     with held(source, target):
-        for engine, some in ((source, long), (target, company)):
-            for one in some:
-                engine.add(replace(one, emit_every=1))
+        for engine, subset in ((source, long), (target, company)):
+            for request in subset:
+                engine.add(replace(request, emit_every=1))
             with go(engine):
-                steps_until(engine, results, [one.request for one in some], tokens=cut)
+                steps_until(engine, results, [request.request for request in subset], tokens=cut)
         went = []
-        for one in long:
-            went.append(moves.move(source, target, one, results[one.request], ahead=True))
+        for request in long:
+            went.append(moves.move(source, target, request, results[request.request], ahead=True))
             with go(source):  # for vLLM's workers the others are in no batch until the next step
                 moves.steps(source, results, 1)
         assert sum(went) > 4
     moves.finish(source, results)
     moves.finish(target, results)
-    for one in [*long, *company]:
-        assert len(results[one.request].tokens) == one.params.max_tokens
-        assert distance(vllm, one, results[one.request]) < LOGPROB_DISTANCE_MAX
+    for request in [*long, *company]:
+        assert len(results[request.request].tokens) == request.params.max_tokens
+        assert distance(vllm, request, results[request.request]) < LOGPROB_DISTANCE_MAX
 
 
 def test_caches_go_between_two_ranks_and_one(vllm: Subject) -> None:
@@ -191,12 +196,12 @@ def test_cache_that_came_is_its_requests_alone(vllm: Subject) -> None:
     zeros = {name: np.zeros_like(array) for name, array in kv.arrays.items()}
     other = run(vllm.open(slots=2), [rest])["r"]
     engine.add(replace(rest, kv=replace(kv, arrays=zeros)))
-    found = {"r": Result(), "fresh": Result()}
-    moves.steps(engine, found, 3)
+    results = {"r": Result(), "fresh": Result()}
+    moves.steps(engine, results, 3)
     engine.add(request("fresh", PROMPT, max_tokens=20))
-    moves.finish(engine, found)
-    assert found["r"] != other, "it went on from zeros"
-    assert_alike(vllm, found["fresh"], fresh)
+    moves.finish(engine, results)
+    assert results["r"] != other, "it went on from zeros"
+    assert_alike(vllm, results["fresh"], fresh)
 
 
 def test_caches_of_the_torch_engine_and_of_vllm_are_not_taken_for_each_other(vllm: Subject) -> None:
@@ -205,9 +210,9 @@ def test_caches_of_the_torch_engine_and_of_vllm_are_not_taken_for_each_other(vll
     own = TorchEngine.open(model_of(vllm), slots=2, context_tokens=256, threads=1)
     (path, digest), _ = vllm.policies
     own.load(path, version=0, digest=digest)
-    one = request("r", PROMPT, max_tokens=40)
+    req = request("r", PROMPT, max_tokens=40)
     for source, target in ((own, vllm.open(slots=2)), (vllm.open(slots=2), own)):
-        _, rest = taken(source, one, sampled=5)
+        _, rest = taken(source, req, sampled=5)
         assert target.kv_error(rest) == "another layout"
         with pytest.raises(ValueError, match="another layout"):
             target.add(rest)
@@ -226,5 +231,5 @@ def test_model_with_a_sliding_window_exports_nothing_and_runs(tmp_path: Path) ->
             with go(engine):
                 for _ in range(4):
                     engine.step()
-            found = engine.export("r")
-        assert found is not None and found.kv is None
+            export = engine.export("r")
+        assert export is not None and export.kv is None

@@ -52,9 +52,9 @@ class Lora:
         path, digest = self.policies[version if policy is None else policy]
         engine.load(path, version=version, digest=digest)
 
-    def assert_is(self, policy: int, one: EngineRequest, result: Result) -> None:
+    def assert_is(self, policy: int, request: EngineRequest, result: Result) -> None:
         """The result is of this policy, and of no other."""
-        distances = [logprob_distance(each, one, result) for each in self.merged]
+        distances = [logprob_distance(each, request, result) for each in self.merged]
         if LORA_DTYPE == "bfloat16":  # errors grow with the prompt: the others are further by far
             own = distances.pop(policy)
             assert 2 * own < min(distances), (own, distances)
@@ -67,24 +67,24 @@ class Lora:
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
     need_vllm()
     folder = tmp_path_factory.mktemp("vllm_lora")
-    made, merged = published(folder)
+    created, merged = published(folder)
     with server_opener(RANK) as open_engine:
-        yield Lora(policies=list(made.policies), merged=merged, open=open_engine)
+        yield Lora(policies=list(created.policies), merged=merged, open=open_engine)
 
 
 def published(folder: Path) -> tuple[Published, list[Path]]:
     """A base and three adapters in a store, the last in bfloat16, and the `merged` of Lora."""
     directory = make("qwen2", folder / "model")
-    made = make_lora(directory, folder / "policies", adapters=2)
-    (base, digest), merged = made.policies[0], [directory]
-    narrow = publish(made.store, random_adapter(base, digest, seed=2, dtype="bfloat16"))
-    last = made.store.weights_path(narrow.digest), narrow.digest
-    made = replace(made, policies=[*made.policies, last])
-    for number, (path, digest) in enumerate(made.policies[1:]):
+    lora = make_lora(directory, folder / "policies", adapters=2)
+    (base, digest), merged = lora.policies[0], [directory]
+    narrow = publish(lora.store, random_adapter(base, digest, seed=2, dtype="bfloat16"))
+    last = lora.store.weights_path(narrow.digest), narrow.digest
+    lora = replace(lora, policies=[*lora.policies, last])
+    for number, (path, digest) in enumerate(lora.policies[1:]):
         adapter = read_adapter(path, digest=digest)
         merged.append(folder / f"merged{number}")
         write_model_dir(merged[-1], directory, partial(write_merged, base, adapter))
-    return made, merged
+    return lora, merged
 
 
 def under(version: int, *, tokens: tuple[int, ...] = (5, 6, 7), length: int = 24) -> EngineRequest:
@@ -94,15 +94,15 @@ def under(version: int, *, tokens: tuple[int, ...] = (5, 6, 7), length: int = 24
 def test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them(lora: Lora) -> None:
     engine = lora.serving(1, 2, 3)  # every place of vLLM's has an adapter
     run(engine, [under(version) for version in (1, 2, 3)])
-    for gone in (3, 2, 1):
-        engine.drop(gone)
+    for removed in (3, 2, 1):
+        engine.drop(removed)
         lora.load(engine, 0)
-        wanted = [under(version) for version in range(4) if version != gone]
-        results = run(engine, wanted)
-        for one in wanted:
-            lora.assert_is(one.version, one, results[one.request])
+        expected = [under(version) for version in range(4) if version != removed]
+        results = run(engine, expected)
+        for req in expected:
+            lora.assert_is(req.version, req, results[req.request])
         engine.drop(0)
-        lora.load(engine, gone)
+        lora.load(engine, removed)
 
 
 def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora: Lora) -> None:
@@ -111,16 +111,16 @@ def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora:
 
     def reused(policy: int, version: int) -> int:
         """Tokens of the prompt that were cached; what is sampled is of the policy."""
-        before, one = engine.prompt_tokens, under(version, tokens=prompt)
-        lora.assert_is(policy, one, run(engine, [one])[one.request])
+        before, request = engine.prompt_tokens, under(version, tokens=prompt)
+        lora.assert_is(policy, request, run(engine, [request])[request.request])
         spent = since(engine, before)
         assert spent.computed + spent.reused == len(prompt)
         return spent.reused
 
     block = BLOCK_TOKENS[DEVICE]
-    whole = len(prompt) // block * block
+    full = len(prompt) // block * block
     assert [reused(version, version) for version in (0, 1, 2)] == [0] * 3
-    assert [reused(version, version) for version in (0, 1, 2)] == [whole] * 3, "each its own"
+    assert [reused(version, version) for version in (0, 1, 2)] == [full] * 3, "each its own"
     engine.drop(2)
     lora.load(engine, 2, policy=3)
     assert reused(3, 2) == 0
@@ -141,8 +141,8 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
         engine.add(under(1))
     with pytest.raises(PolicyError, match="has the base weights"):
         lora.load(engine, 1)
-    one = under(0)
-    assert logprob_distance(tmp_path / "m", one, run(engine, [one])["r0"]) < DISTANCE_MAX
+    entry = under(0)
+    assert logprob_distance(tmp_path / "m", entry, run(engine, [entry])["r0"]) < DISTANCE_MAX
     engine.drop(0)
 
 
@@ -187,29 +187,29 @@ def test_adapter_that_a_servers_vllm_refuses_is_one_line_and_changes_nothing(
     rpc = engine._server.rpc
 
     def other_folder(method: str, *words: str) -> dict[str, object]:
-        found: dict[str, object] = rpc(method, *words)
-        return {"folder": str(tmp_path / "wide")} if method == "dora_write" else found
+        answer: dict[str, object] = rpc(method, *words)
+        return {"folder": str(tmp_path / "wide")} if method == "dora_write" else answer
 
     engine._server.rpc = other_folder
     with pytest.raises(PolicyError, match=r"vLLM cannot load this adapter: .*rank"):
         lora.load(engine, 2)
     engine._server.rpc = rpc
-    one = under(1)
-    lora.assert_is(1, one, run(engine, [one])[one.request])
+    request = under(1)
+    lora.assert_is(1, request, run(engine, [request])[request.request])
 
 
 def test_server_outlives_requests_that_are_let_go_as_their_version_is_dropped(lora: Lora) -> None:
     engine, chance = lora.serving(0, 1, 2), random.Random(5)
     for turn in range(40):
-        gone = 1 + turn % 2
+        removed = 1 + turn % 2
         for number in range(6):
-            one = request(f"{turn}-{number}", [5, 6, 7, number], max_tokens=40)
-            engine.add(replace(one, version=gone if number % 2 else 0))
+            req = request(f"{turn}-{number}", [5, 6, 7, number], max_tokens=40)
+            engine.add(replace(req, version=removed if number % 2 else 0))
         for _ in range(chance.randrange(3)):
             engine.step()
         for number in range(6):
             engine.cancel(f"{turn}-{number}")
-        engine.drop(gone)
-        lora.load(engine, gone)
-    one = under(2)
-    lora.assert_is(2, one, run(engine, [one])[one.request])
+        engine.drop(removed)
+        lora.load(engine, removed)
+    req = under(2)
+    lora.assert_is(2, req, run(engine, [req])[req.request])

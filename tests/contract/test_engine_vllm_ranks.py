@@ -66,12 +66,12 @@ def vllm(dealt: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_tokens_of_two_ranks_are_those_of_one(
     vllm: Subject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    wanted = requests(vllm, 24, seed=11)
-    found = run(vllm.open(slots=8), wanted)
-    with server_subject(tmp_path_factory.mktemp("vllm-one")) as one:
-        assert one.policies[0][1] == vllm.policies[0][1]
-        expected = run(one.open(slots=8), wanted)
-    assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
+    all_requests = requests(vllm, 24, seed=11)
+    result = run(vllm.open(slots=8), all_requests)
+    with server_subject(tmp_path_factory.mktemp("vllm-one")) as subject:
+        assert subject.policies[0][1] == vllm.policies[0][1]
+        expected = run(subject.open(slots=8), all_requests)
+    assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), result, expected)
 
 
 def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -82,17 +82,20 @@ def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("vllm-mixture")
     asked = request("r", [1, *range(20, 60)], max_tokens=20, routes=True)
     with server_subject(folder, "qwen3_moe", tensor_parallel_size=RANKS) as mixture:
-        wanted = requests(mixture, 6, seed=5)
-        found = run(mixture.open(slots=8), wanted)
+        all_requests = requests(mixture, 6, seed=5)
+        result = run(mixture.open(slots=8), all_requests)
         engine = open_shared(
             slots=2, context_tokens=128, routes=True, tensor_parallel_size=RANKS, kind="qwen3_moe"
         )
         weights, digest = mixture.policies[0]
         engine.load(weights, version=0, digest=digest)
-        told = routed_run(engine, [asked])["r"]
-    distances = [logprob_distance(folder / "seed0", one, found[one.request]) for one in wanted]
+        reply = routed_run(engine, [asked])["r"]
+    distances = [
+        logprob_distance(folder / "seed0", request, result[request.request])
+        for request in all_requests
+    ]
     assert max(distances) < MODEL_DISTANCE[DTYPE]
-    assert same_experts(folder / "seed0", [*asked.token_ids, *told[0]], told[1])
+    assert same_experts(folder / "seed0", [*asked.token_ids, *reply[0]], reply[1])
 
 
 def test_each_rank_has_a_process_of_the_servers_session(
@@ -112,8 +115,8 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("said", UNFIT)
-def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("text", UNFIT)
+def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     need_vllm()
     vllm_core.prepare(threads=1)
     words = [
@@ -123,8 +126,8 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, said: st
         "--max-model-len",
         "256",
     ]
-    asked = serve._parser().parse_args([*words, *UNFIT[said]])
-    with pytest.raises(PolicyError, match=said):
+    asked = serve._parser().parse_args([*words, *UNFIT[text]])
+    with pytest.raises(PolicyError, match=text):
         serve._arguments(asked)
 
 

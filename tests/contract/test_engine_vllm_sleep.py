@@ -31,7 +31,9 @@ def opened(folder: Path) -> Iterator[tuple[Engine, Subject]]:
     store = PolicyStore(folder / "policies")
     directories = [BUILDERS["qwen2"](folder / f"seed{seed}", seed) for seed in (0, 1)]
     manifests = [import_model(store, directory)[0] for directory in directories]
-    first, second = ((store.weights_path(one.digest), one.digest) for one in manifests)
+    first, second = (
+        (store.weights_path(manifest.digest), manifest.digest) for manifest in manifests
+    )
     engine = VllmEngine(directories[0], settings=SLEEPING, slots=4, context_tokens=CONTEXT_TOKENS)
     engine.load(first[0], version=0, digest=first[1])
     try:
@@ -60,20 +62,20 @@ def test_engine_sleeps_and_wakes_with_the_version_it_is_given(tmp_path: Path) ->
     with opened(tmp_path) as (engine, subject):
         assert SLEEP in engine.declares
         (first, digest), (second, second_digest) = subject.policies
-        wanted = requests(subject, 4)
-        before = run(engine, wanted)
-        engine.add(wanted[0])
+        all_requests = requests(subject, 4)
+        before = run(engine, all_requests)
+        engine.add(all_requests[0])
         with pytest.raises(ValueError, match="active"):
             engine.sleep()
-        engine.cancel(wanted[0].request)
+        engine.cancel(all_requests[0].request)
         free = free_gb() if ON_GPU else 0.0
         assert engine.sleep().version == -1
         if ON_GPU:
             assert free_gb() - free > KV_GB
         with pytest.raises(ValueError, match="no weights"):
-            engine.add(wanted[0])
+            engine.add(all_requests[0])
         engine.load(second, version=1, digest=second_digest)
-        assert run(engine, wanted) != before
+        assert run(engine, all_requests) != before
         engine.sleep()
         engine.load(first, version=2, digest=digest)
-        assert_all_alike(subject, run(engine, wanted), before)
+        assert_all_alike(subject, run(engine, all_requests), before)

@@ -70,7 +70,9 @@ class Pair:
 
 def content(bus: Bus, topics: Sequence[str]) -> dict[TopicPartition, tuple[int, list[Record]]]:
     """End and records of every partition."""
-    places = [TopicPartition(one, part) for one in topics for part in range(bus.partitions(one))]
+    places = [
+        TopicPartition(topic, part) for topic in topics for part in range(bus.partitions(topic))
+    ]
     return {
         tp: (bus.end(tp), list(records_of(bus, {tp: bus.end(tp)}, start=bus.begin(tp))))
         for tp in places
@@ -166,11 +168,11 @@ def test_flipped_byte_is_found(pair: Pair, side: str, column: str) -> None:
     assert isinstance(bus, SqliteBus)
     topic = pair.topics[0] if column == "headers" else pair.topics[1]
     with closing(sqlite3.connect(bus.path)) as file, file:
-        (at, old) = file.execute(
+        (index, old) = file.execute(
             f"SELECT at, {column} FROM log WHERE topic = ? ORDER BY at DESC LIMIT 1", (topic,)
         ).fetchone()
         new = old[:-1] + bytes([old[-1] ^ 1])
-        file.execute(f"UPDATE records SET {column} = ? WHERE at = ?", (new, at))
+        file.execute(f"UPDATE records SET {column} = ? WHERE at = ?", (new, index))
     with pytest.raises(InvariantBroken, match=r"trajectories/1 differs|control/0 differs"):
         pair.copy()
 

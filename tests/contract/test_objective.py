@@ -53,7 +53,7 @@ def clipped(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor],
             return log_ratio.exp()
         parts = zip(rows(inputs, log_ratio), rows(inputs, kept), strict=True)
         means = [part[of].mean() if of.any() else part.detach().new_zeros(()) for part, of in parts]
-        spread = [one.expand(length) for one, length in zip(means, inputs.lengths, strict=True)]
+        spread = [mean.expand(length) for mean, length in zip(means, inputs.lengths, strict=True)]
         return torch.cat(spread).exp()
 
     def value(logprobs: Tensor) -> Tensor:
@@ -88,8 +88,10 @@ class Subject:
     keys: dict[str, Any] = field(default_factory=dict)
 
     def chosen(self, **keys: Any) -> Objective:
-        known = uses({"kind": self.kind, **keys}) | MAY_LACK | {"options"}
-        return chosen(self.kind, **{k: v for k, v in {**self.keys, **keys}.items() if k in known})
+        known_before = uses({"kind": self.kind, **keys}) | MAY_LACK | {"options"}
+        return chosen(
+            self.kind, **{k: v for k, v in {**self.keys, **keys}.items() if k in known_before}
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,7 +119,9 @@ SUBJECTS = [
     Subject("weighted-topr", weighted, {"teacher_weight": 2.0, "negative_weight": 0.5}),
     Subject("sapo:SAPO", gated, {"options": {"tau_good": 2.0}}),
 ]
-subjects = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: f"{one.kind}-{one.keys}")
+subjects = pytest.mark.parametrize(
+    "subject", SUBJECTS, ids=lambda value: f"{value.kind}-{value.keys}"
+)
 
 
 @subjects
@@ -181,9 +185,9 @@ def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(
 ) -> None:
     keys = subject.chosen()
     inputs = random_inputs(seed, [3, 5], proximal=needs_proximal(keys))
-    found = terms_of(inputs, keys)
-    for at, length in ((0, 3), (3, 5)):
-        part = slice(at, at + length)
+    terms = terms_of(inputs, keys)
+    for index, length in ((0, 3), (3, 5)):
+        part = slice(index, index + length)
         alone = replace(
             inputs,
             logprobs=inputs.logprobs[part],
@@ -193,7 +197,7 @@ def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(
             proximal=None if inputs.proximal is None else inputs.proximal[part],
             lengths=(length,),
         )
-        assert torch.allclose(terms_of(alone, keys).loss, found.loss[part], rtol=1e-9)
+        assert torch.allclose(terms_of(alone, keys).loss, terms.loss[part], rtol=1e-9)
 
 
 @subjects
@@ -211,11 +215,11 @@ def test_a_trajectory_without_advantage_has_no_gradient(subject: Subject, seed: 
 @subjects
 def test_only_the_loss_carries_a_gradient_and_every_token_has_all(subject: Subject) -> None:
     keys = subject.chosen(mask="token")
-    found = terms_of(random_inputs(1, LENGTHS, proximal=needs_proximal(keys)), keys)
-    assert found.loss.requires_grad and found.loss.shape == (10,)
-    for one in (found.ratio, found.clipped, found.kept, found.weight):
-        assert one is None or (one.shape == (10,) and not one.requires_grad)
-    assert found.clipped.dtype == torch.bool
+    terms = terms_of(random_inputs(1, LENGTHS, proximal=needs_proximal(keys)), keys)
+    assert terms.loss.requires_grad and terms.loss.shape == (10,)
+    for entry in (terms.ratio, terms.clipped, terms.kept, terms.weight):
+        assert entry is None or (entry.shape == (10,) and not entry.requires_grad)
+    assert terms.clipped.dtype == torch.bool
 
 
 @subjects
@@ -232,9 +236,9 @@ def test_mask_leaves_out_exactly_the_tokens_beyond_its_bounds(
     trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
     expected: list[bool] = []
     for part in rows(inputs, (trained - inputs.behaviour).detach()):
-        whole = part.sum() if mask == "sequence" else part.mean()
-        ratio = part.exp() if mask == "token" else whole.exp().expand(len(part))
-        expected += [0.8 <= one <= 1.3 for one in ratio.tolist()]
+        full = part.sum() if mask == "sequence" else part.mean()
+        ratio = part.exp() if mask == "token" else full.exp().expand(len(part))
+        expected += [0.8 <= entry <= 1.3 for entry in ratio.tolist()]
     kept = torch.tensor(expected)
     own = kept if before.kept is None else kept & before.kept
     assert after.kept is not None and torch.equal(after.kept, own)
@@ -254,9 +258,9 @@ def test_mask_leaves_out_an_infinite_ratio_without_a_trace_in_the_gradient(
     inputs = random_inputs(2, [4])
     far = inputs.behaviour.clone()
     far[1] = behaviour
-    found = gradient(replace(inputs, behaviour=far), keys)
-    assert found.isfinite().all()
-    assert found[1] == 0
+    actual_gradient = gradient(replace(inputs, behaviour=far), keys)
+    assert actual_gradient.isfinite().all()
+    assert actual_gradient[1] == 0
 
 
 @subjects

@@ -273,27 +273,27 @@ def _cases() -> list[Any]:
 
 
 def test_every_port_of_the_product_is_here() -> None:
-    found = {
+    results = {
         owner
         for folder in ("consumers", "orchestrator", "producers")
         for file in (ROOT / folder).rglob("*.py")
         for owner in OWNER.findall(file.read_text())
     }
-    assert found == {port.__name__ for port in PORTS} | IN_THE_LOOP
+    assert results == {port.__name__ for port in PORTS} | IN_THE_LOOP
 
 
 @pytest.mark.parametrize("port", PORTS, ids=lambda port: port.__name__)
 def test_every_effect_of_a_port_has_its_failure(port: Any, tmp_path: Path) -> None:
     make, cases = PORTS[port]
     assert [type(case.effect) for case in cases] == list(port.effects)
-    made = make(RuntimeError(), tmp_path)
-    made.close()
+    created = make(RuntimeError(), tmp_path)
+    created.close()
 
 
-def _events(port: Any, wanted: int) -> list[Any]:
+def _events(port: Any, expected: int) -> list[Any]:
     events: list[Any] = []
-    until_s = time.monotonic() + (LIMIT_S if wanted else 0.2)
-    while time.monotonic() < until_s and (not wanted or len(events) < wanted):
+    until_s = time.monotonic() + (LIMIT_S if expected else 0.2)
+    while time.monotonic() < until_s and (not expected or len(events) < expected):
         try:
             events += port.poll()
         except (OSError, RuntimeError, MemoryError, DoraError) as error:
@@ -302,7 +302,7 @@ def _events(port: Any, wanted: int) -> list[Any]:
     return events
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize(("make", "case"), _cases())
 def test_effect_that_raises_is_answered_in_bounded_time(
     make: Callable[[BaseException, Path], Any],
@@ -315,7 +315,7 @@ def test_effect_that_raises_is_answered_in_bounded_time(
     port.start(case.effect)
     events = _events(port, len(case.said))
     assert len(events) == len(case.said), events
-    assert all(isinstance(one, kind) for one, kind in zip(events, case.said, strict=True))
+    assert all(isinstance(event, kind) for event, kind in zip(events, case.said, strict=True))
     assert type(case.effect).__name__ in caplog.text or "step of the engine" in caplog.text
     port.close()
 
@@ -330,7 +330,7 @@ def test_effect_that_raises_is_answered_in_bounded_time(
         (BusError("the log is not reachable"), True),
         (PolicyError("another digest"), False),
     ],
-    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+    ids=lambda exception: type(exception).__name__ if isinstance(exception, Exception) else "",
 )
 def test_failure_is_this_worker_s_unless_the_version_is_known_to_be_wrong(
     planted: Exception, here: bool, tmp_path: Path
@@ -369,16 +369,16 @@ def test_engine_that_failed_is_not_touched_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         PromptReady(request="a", text="x", episode=False),
         EnvObserved(request="a", text="x", done=False, tool="", ok=True),
     ],
 )
-def test_text_that_has_no_tokens_fails_its_request_alone(said: Any) -> None:
+def test_text_that_has_no_tokens_fails_its_request_alone(text: Any) -> None:
     class Pool(Failing):
         def poll(self) -> list[Any]:
-            return [said, TaskFailed(request="b", error="E", message="m")]
+            return [text, TaskFailed(request="b", error="E", message="m")]
 
         def start(self, effect: Any) -> None:
             forgotten.append(effect)

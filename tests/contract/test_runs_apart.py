@@ -20,16 +20,16 @@ def runs() -> list[Topics]:
 
 
 def made(bus: Bus) -> list[Topics]:
-    found = runs()
-    bus.create([TopicSpec(name=name) for run in found for name in run.all()])
-    return found
+    actual_runs = runs()
+    bus.create([TopicSpec(name=name) for run in actual_runs for name in run.all()])
+    return actual_runs
 
 
 def test_records_of_a_run_are_in_its_topics_alone(harness: Harness) -> None:
     bus = harness.open()
-    found = made(bus)
+    result = made(bus)
     there = set(bus.topics())
-    names = {run: [name for name in there if name.rpartition(".")[0] == run.run] for run in found}
+    names = {run: [name for name in there if name.rpartition(".")[0] == run.run] for run in result}
     assert all(set(mine) == set(run.all()) for run, mine in names.items())
     writer = bus.writer()
     for mine in names.values():
@@ -37,21 +37,21 @@ def test_records_of_a_run_are_in_its_topics_alone(harness: Harness) -> None:
             writer.append([Append(topic=name, value=name.encode())])
     everywhere = [TopicPartition(name, 0) for mine in names.values() for name in mine]
     reader = bus.reader(dict.fromkeys(everywhere, 0))
-    read = [record for at in everywhere for record in catch_up(bus, reader, at)]
+    read = [record for position in everywhere for record in catch_up(bus, reader, position)]
     assert len(read) == len(everywhere) == 30
     assert {record.topic: record.value for record in read} == {
-        at.topic: at.topic.encode() for at in everywhere
+        entry.topic: entry.topic.encode() for entry in everywhere
     }
 
 
 def test_exclusive_writer_of_a_run_fences_nobody_else_s(harness: Harness) -> None:
     bus, other = harness.open(), harness.open()
-    found = made(bus)
+    result = made(bus)
     roles = ("orchestrator", "trainer")
     writers = {
-        (run, role): bus.writer(exclusive=f"{run.run}.{role}") for run in found for role in roles
+        (run, role): bus.writer(exclusive=f"{run.run}.{role}") for run in result for role in roles
     }
-    first = found[0]
+    first = result[0]
     heir = other.writer(exclusive=f"{first.run}.orchestrator")
     heir.append([Append(topic=first.decisions, value=b"heir")])
     for (run, role), writer in writers.items():
@@ -61,7 +61,7 @@ def test_exclusive_writer_of_a_run_fences_nobody_else_s(harness: Harness) -> Non
                 writer.append([record])
         else:
             writer.append([record])
-    for run in found:
-        at = TopicPartition(run.decisions, 0)
+    for run in result:
+        partition = TopicPartition(run.decisions, 0)
         mine = [b"heir", b"trainer"] if run is first else [b"orchestrator", b"trainer"]
-        assert values(catch_up(bus, bus.reader({at: 0}), at)) == mine
+        assert values(catch_up(bus, bus.reader({partition: 0}), partition)) == mine

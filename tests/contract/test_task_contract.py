@@ -72,9 +72,9 @@ def task(case: Case) -> Task:
 
 def prompt_of(task: Task, row: Row) -> str:
     world = task.environment(row)
-    found = task.prompt(row) if world is None else world.reset(row)
-    assert isinstance(found, str)
-    return found
+    result = task.prompt(row) if world is None else world.reset(row)
+    assert isinstance(result, str)
+    return result
 
 
 def test_rows_are_the_same_every_time_they_are_asked_for(case: Case, task: Task) -> None:

@@ -173,18 +173,18 @@ def test_saved_and_loaded_it_goes_on_as_if_it_had_never_stopped(
 def test_what_leaves_its_device_between_steps_comes_back_bit_for_bit(
     subject: Subject, tmp_path: Path
 ) -> None:
-    steps, stayed, left = batches(3), subject.fresh(), subject.fresh()
-    if not isinstance(left, LeavesDevice):
+    steps, stayed, moved = batches(3), subject.fresh(), subject.fresh()
+    if not isinstance(moved, LeavesDevice):
         assert subject.make().name == "simulated"
         return
     for step in steps:
-        left.leave_device()
-        assert train(left, step) == train(stayed, step)
-    left.leave_device()
-    left.leave_device()
-    assert left.save_weights(tmp_path / "left") == stayed.save_weights(tmp_path / "stayed")
-    left.leave_device()
-    left.save_optimizer(tmp_path / "left")
+        moved.leave_device()
+        assert train(moved, step) == train(stayed, step)
+    moved.leave_device()
+    moved.leave_device()
+    assert moved.save_weights(tmp_path / "left") == stayed.save_weights(tmp_path / "stayed")
+    moved.leave_device()
+    moved.save_optimizer(tmp_path / "left")
     stayed.save_optimizer(tmp_path / "stayed")
     assert (tmp_path / "left").read_bytes() == (tmp_path / "stayed").read_bytes()
 
@@ -238,8 +238,8 @@ def test_manifest_is_that_of_the_file_it_writes(subject: Subject, tmp_path: Path
     assert stands_on(written, subject.policy.digest) == subject.lora
     if subject.lora:
         return
-    assert [(one.name, one.dtype, one.shape) for one in written.tensors] == [
-        (one.name, one.dtype, one.shape) for one in subject.policy.tensors
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in written.tensors] == [
+        (tensor.name, tensor.dtype, tensor.shape) for tensor in subject.policy.tensors
     ]
 
 
@@ -268,10 +268,14 @@ def test_contributions_have_a_row_per_trajectory_in_the_order_of_the_batch(
     result = subject.fresh().train(batch, SETTINGS)
     write_contributions(tmp_path / "rows", result.contributions)
     rows = read_contributions(tmp_path / "rows")
-    trajectories = [one for group in batch.groups for one in group.trajectories]
-    assert [row["trajectory"] for row in rows] == [one.trajectory for one in trajectories]
-    assert [row["reward"] for row in rows] == [one.reward for one in trajectories]
-    assert [row["advantage"] is None for row in rows] == [not one.valid for one in trajectories]
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    assert [row["trajectory"] for row in rows] == [
+        trajectory.trajectory for trajectory in trajectories
+    ]
+    assert [row["reward"] for row in rows] == [trajectory.reward for trajectory in trajectories]
+    assert [row["advantage"] is None for row in rows] == [
+        not trajectory.valid for trajectory in trajectories
+    ]
     assert {row["staleness"] for row in rows} == {2}
     assert result.metrics["tokens"] > 0
 

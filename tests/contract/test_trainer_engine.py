@@ -150,10 +150,10 @@ def _batch(
         for sample in range(4)
     ]
     params = SamplingParams(max_tokens=60, stop_ids=(EOS_ID,))
-    for place, name in enumerate(names):
-        prompt = [*PROMPT, 30 + place // 4]
+    for index, name in enumerate(names):
+        prompt = [*PROMPT, 30 + index // 4]
         engine.add(
-            EngineRequest(request=name, token_ids=prompt, sampled=0, seed=place, params=params)
+            EngineRequest(request=name, token_ids=prompt, sampled=0, seed=index, params=params)
         )
     sampled: dict[str, list[int]] = {name: [] for name in names}
     logprobs: dict[str, list[float]] = {name: [] for name in names}
@@ -164,7 +164,7 @@ def _batch(
                 logprobs[event.request] += event.logprobs
     engine.close()
     unassigned = unassigned_ids(store.assets_path(assets))
-    assert set(unassigned).isdisjoint(one for some in sampled.values() for one in some)
+    assert set(unassigned).isdisjoint(entry for subset in sampled.values() for entry in subset)
     assert (UNASSIGNED_LEFT_OUT in engine.declares) == bool(unassigned)
     return TrainBatch(
         step=step,
@@ -174,16 +174,16 @@ def _batch(
                 version=step,
                 trajectories=[
                     make_trajectory(
-                        one,
+                        name,
                         version=step,
-                        prompt=[*PROMPT, 30 + place],
-                        sampled=sampled[one],
-                        logprobs=logprobs[one],
-                        reward=float(len(sampled[one]) + sum(sampled[one]) % 7),
+                        prompt=[*PROMPT, 30 + index],
+                        sampled=sampled[name],
+                        logprobs=logprobs[name],
+                        reward=float(len(sampled[name]) + sum(sampled[name]) % 7),
                     )
-                    for one in names[4 * place : 4 * place + 4]
+                    for name in names[4 * index : 4 * index + 4]
                 ],
             )
-            for place, name in enumerate(names[::4])
+            for index, name in enumerate(names[::4])
         ],
     )

@@ -63,8 +63,8 @@ class Running:
             self.error = error
 
     def _trainer(self, *, assets: Path, reference: Path, config: Config) -> Learner:
-        made: Learner = self._make()
-        return made
+        learner: Learner = self._make()
+        return learner
 
     def join(self) -> BaseException | None:
         """Wait for its end; what ended it."""
@@ -93,9 +93,9 @@ def open_bus(tmp_path: Path) -> Callable[[], Bus]:
 
 @pytest.fixture
 def stage(tmp_path: Path, open_bus: Callable[[], Bus]) -> Iterator[TrainerStage]:
-    made = TrainerStage(tmp_path, open_bus)
-    yield made
-    made.bus.close()
+    stage = TrainerStage(tmp_path, open_bus)
+    yield stage
+    stage.bus.close()
 
 
 def test_steps_are_committed_and_a_restart_goes_on(
@@ -114,8 +114,10 @@ def test_steps_are_committed_and_a_restart_goes_on(
     stage.stop_run()
     assert again.join() is None
     commits = stage.commits()
-    assert [one.incarnation for one in commits] == [0, 0, 0, 1]
-    assert [one.digest_before for one in commits[1:]] == [one.digest_after for one in commits[:-1]]
+    assert [commit.incarnation for commit in commits] == [0, 0, 0, 1]
+    assert [commit.digest_before for commit in commits[1:]] == [
+        commit.digest_after for commit in commits[:-1]
+    ]
 
 
 def test_heartbeats_go_on_while_a_step_is_trained(
@@ -127,7 +129,7 @@ def test_heartbeats_go_on_while_a_step_is_trained(
     gate = threading.Event()
     running = Running(stage, open_bus, make=lambda: SlowTrainer(gate), config=config)
     stage.take_new(0)
-    wait_for(lambda: sum(one.phase == "training" for one in stage.statuses()) >= 3)
+    wait_for(lambda: sum(status.phase == "training" for status in stage.statuses()) >= 3)
     assert stage.commits() == []
     gate.set()
     wait_for(lambda: len(stage.commits()) == 1)
@@ -142,7 +144,7 @@ def test_stop_during_a_step_commits_it_first(
     gate = threading.Event()
     running = Running(stage, open_bus, make=lambda: SlowTrainer(gate))
     stage.take_new(0)
-    wait_for(lambda: any(one.phase == "training" for one in stage.statuses()))
+    wait_for(lambda: any(status.phase == "training" for status in stage.statuses()))
     running.stop.set()
     gate.set()
     assert running.join() is None
@@ -175,7 +177,7 @@ def test_second_trainer_fences_the_first(stage: TrainerStage, open_bus: Callable
 
 
 def incarnations(stage: TrainerStage) -> list[int]:
-    return [one.incarnation for one in stage.control() if isinstance(one, RoleStarted)]
+    return [event.incarnation for event in stage.control() if isinstance(event, RoleStarted)]
 
 
 def test_trainer_waits_for_its_run_to_start(
@@ -233,4 +235,4 @@ def test_replay_on_another_machine_diverges_and_adopt_goes_on(
     stage.take_new(1)
     wait_for(lambda: len(stage.commits()) == 2)
     adopting.end()
-    assert [one.adopted for one in stage.commits()] == [False, True]
+    assert [commit.adopted for commit in stage.commits()] == [False, True]

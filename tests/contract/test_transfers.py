@@ -39,9 +39,9 @@ def offered(transfers: Transfers, *chunks: bytes) -> Blob:
 
 def fetched(transfers: Transfers, blob: Blob) -> bytes:
     """The bytes of a blob that was found."""
-    found = transfers.fetch(blob, timeout_s=WAIT_S)
-    assert isinstance(found, np.ndarray), found
-    return found.tobytes()
+    fetch = transfers.fetch(blob, timeout_s=WAIT_S)
+    assert isinstance(fetch, np.ndarray), fetch
+    return fetch.tobytes()
 
 
 @pytest.mark.parametrize("data", [b"x", b"12345678" * 3, LARGE], ids=["byte", "small", "large"])
@@ -62,11 +62,11 @@ def test_chunks_are_one_blob(pair: Pair) -> None:
 
 def test_fetched_bytes_may_be_written_to_and_outlive_the_blob(pair: Pair) -> None:
     blob = offered(pair.source, LARGE)
-    found = pair.target.fetch(blob, timeout_s=WAIT_S)
-    assert isinstance(found, np.ndarray)
+    fetch = pair.target.fetch(blob, timeout_s=WAIT_S)
+    assert isinstance(fetch, np.ndarray)
     pair.target.drop(blob)
-    found[0] ^= 1
-    assert found.tobytes()[1:] == LARGE[1:]
+    fetch[0] ^= 1
+    assert fetch.tobytes()[1:] == LARGE[1:]
     assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.GONE)
 
 
@@ -131,9 +131,9 @@ def test_many_at_once_do_not_mix(pair: Pair) -> None:
     datas = [bytes([n]) * (100_000 + n) for n in range(24)]
     with ThreadPoolExecutor(6) as pool:
         blobs = list(pool.map(lambda data: offered(pair.source, data), datas))
-        found = list(pool.map(lambda blob: fetched(pair.target, blob), blobs))
+        result = list(pool.map(lambda blob: fetched(pair.target, blob), blobs))
         list(pool.map(pair.target.drop, blobs))
-    assert found == datas
+    assert result == datas
     assert pair.kept() == 0
 
 

@@ -86,7 +86,7 @@ def test_call_without_the_right_proof_is_refused(case: str, tmp_path: Path) -> N
         right = case not in WRONG
         shown = [_shown(NONCE, answer).hex()] if right else WRONG[case](answer)
         options = flight.FlightCallOptions(
-            timeout=WAIT_S, headers=[(ours.HEADER.encode(), one.encode()) for one in shown]
+            timeout=WAIT_S, headers=[(ours.HEADER.encode(), line.encode()) for line in shown]
         )
         with nullcontext() if right else pytest.raises(flight.FlightUnauthenticatedError):
             assert len(list(client.do_get(flight.Ticket(name), options))) == 3

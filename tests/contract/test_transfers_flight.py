@@ -58,9 +58,9 @@ def test_mute_peer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
     with mute_peer() as peer, served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=peer)
         began_s = time.monotonic()
-        found = target.fetch(blob, timeout_s=0.3)
+        fetch = target.fetch(blob, timeout_s=0.3)
         assert time.monotonic() - began_s < WAIT_S / 2
-        assert found in (Lost(transfers.LATE), Lost(transfers.UNREACHABLE))
+        assert fetch in (Lost(transfers.LATE), Lost(transfers.UNREACHABLE))
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_peer_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
     with served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=f"grpc://{HOST}:{server.port}")
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
+            result = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
             assert first.wait(WAIT_S)
             gate.set()
-            assert found.result() == Lost(transfers.BROKEN_OFF)
+            assert result.result() == Lost(transfers.BROKEN_OFF)
     server.shutdown()
     server.wait()
 
@@ -135,8 +135,8 @@ def test_stream_that_stalls_is_late_and_gives_its_seat_back(
         assert target.fetch(blob, timeout_s=0.3) == Lost(transfers.LATE)
         stalled.set()
         until_s = time.monotonic() + WAIT_S
-        while isinstance(found := target.fetch(blob, timeout_s=WAIT_S), Lost):
-            assert found.why == transfers.BUSY and time.monotonic() < until_s
+        while isinstance(fetch := target.fetch(blob, timeout_s=WAIT_S), Lost):
+            assert fetch.why == transfers.BUSY and time.monotonic() < until_s
 
 
 def test_peer_that_serves_enough_already_is_busy(
@@ -154,12 +154,12 @@ def test_peer_that_serves_enough_already_is_busy(
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
+            result = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
             assert inside.wait(WAIT_S)
             with served(tmp_path / "c") as other:
                 assert other.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.BUSY)
             gate.set()
-            assert isinstance(found.result(), np.ndarray)
+            assert isinstance(result.result(), np.ndarray)
 
 
 def test_more_peers_than_connections_are_served(

@@ -54,8 +54,8 @@ def opened(tmp_path: Path, **keys: Any) -> Opened:
 
 
 def test_files_are_the_default_and_ask_nobody(tmp_path: Path) -> None:
-    found = opened(tmp_path)
-    assert isinstance(found.transfers, MappedFiles) and found.peers is None
+    actual_opened = opened(tmp_path)
+    assert isinstance(actual_opened.transfers, MappedFiles) and actual_opened.peers is None
 
 
 def test_none_keeps_nothing(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_token_comes_from_the_environment(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
-    one, other = (opened(tmp_path / name, kind="flight", host="127.0.0.1") for name in "ab")
+    entry, other = (opened(tmp_path / name, kind="flight", host="127.0.0.1") for name in "ab")
     try:
-        blob = one.transfers.offer([memoryview(b"x")])
+        blob = entry.transfers.offer([memoryview(b"x")])
         assert not isinstance(blob, Lost)
         assert not isinstance(other.transfers.fetch(blob, timeout_s=20.0), Lost)
     finally:
-        one.transfers.close()
+        entry.transfers.close()
         other.transfers.close()
     assert SECRET not in caplog.text
 
@@ -105,10 +105,10 @@ def test_host_that_is_not_given_is_reached_by_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
-    found = opened(tmp_path, kind="flight").transfers
+    transfers = opened(tmp_path, kind="flight").transfers
     try:
-        assert found.address.startswith("grpc://127.0.0.1:")
-        number = int(found.address.rpartition(":")[2])
+        assert transfers.address.startswith("grpc://127.0.0.1:")
+        number = int(transfers.address.rpartition(":")[2])
         rows = [
             line.split()
             for table in ("tcp", "tcp6")
@@ -119,7 +119,7 @@ def test_host_that_is_not_given_is_reached_by_this_machine_alone(
         }
         assert hosts and all(host.endswith("0100007F") for host in hosts)
     finally:
-        found.close()
+        transfers.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +155,8 @@ def test_with_certificates_the_wire_is_encrypted_and_peers_are_checked(
         plain = msgspec.structs.replace(blob, peer=blob.peer.replace("+tls", ""))
         assert isinstance(doubting.fetch(plain, timeout_s=5.0), Lost)
     finally:
-        for one in (source, trusting, doubting):
-            one.close()
+        for entry in (source, trusting, doubting):
+            entry.close()
 
 
 def test_certificate_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,19 +331,19 @@ def test_store_is_read_where_peers_do_not_help(case: str, tmp_path: Path) -> Non
     remote = CountedFiles(tmp_path / "remote")
     trainer = PolicyStore(tmp_path / "t" / "policies", remote)
     manifest = trainer.publish_weights(Writer(1.5))
-    at = trainer.weights_path(manifest.digest)
+    path = trainer.weights_path(manifest.digest)
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
         address = source.address
         if case == "gone":
-            at.unlink()
+            path.unlink()
         elif case == "other weights":
-            at.write_bytes(
+            path.write_bytes(
                 trainer.weights_path(trainer.publish_weights(Writer(2)).digest).read_bytes()
             )
         elif case == "no weights":
-            at.write_bytes(b"no weights at all")
+            path.write_bytes(b"no weights at all")
         elif case == "torn":
-            at.write_bytes(at.read_bytes()[:-1])
+            path.write_bytes(path.read_bytes()[:-1])
         elif case == "dead":
             source.close()
         peers = PeerWeights(target, peers_of(*([] if case == "nobody" else [address])))

@@ -35,9 +35,9 @@ class Bench:
         self.log = deepspeed.BatchLog(root / "log.sqlite")
 
     def deepspeed(self, **options: Any) -> deepspeed.LoggedTrainer:
-        made = deepspeed.make_learner(self.assets, self.weights, self.log, **options)
-        made.load(self.weights, digest=self.policy.digest, optimizer=None)
-        return made
+        learner = deepspeed.make_learner(self.assets, self.weights, self.log, **options)
+        learner.load(self.weights, digest=self.policy.digest, optimizer=None)
+        return learner
 
     def torch(self, micro_batch_tokens: int = 256, lora: Any = None, **more: Any) -> Any:
         from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
@@ -45,9 +45,9 @@ class Bench:
         options = TorchOptions(
             micro_batch_tokens=micro_batch_tokens, device=device.DEVICE, lora=lora, **more
         )
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.policy.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.policy.digest, optimizer=None)
+        return learner
 
     def tensors(self, trainer: Any, path: Path) -> dict[str, Any]:
         """The weights of a trainer by name."""

@@ -30,18 +30,18 @@ HARD = {
 
 
 def three_batches() -> list[TrainBatch]:
-    made = [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
-    return [with_teacher(one) for one in made]
+    batches = [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
+    return [with_teacher(batch) for batch in batches]
 
 
 def assert_same_steps(
     ours: list[StepResult], theirs: list[StepResult], *, relative: float = 1e-3
 ) -> None:
-    for one, two in zip(ours, theirs, strict=True):
+    for our, two in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "ratio_mean", "clipped_share", "kl", "tokens"):
             expected = pytest.approx(two.metrics[name], rel=relative, abs=relative)
-            assert one.metrics[name] == expected, name
-        for row, other in zip(one.contributions, two.contributions, strict=True):
+            assert our.metrics[name] == expected, name
+        for row, other in zip(our.contributions, two.contributions, strict=True):
             assert row["trajectory"] == other["trajectory"]
             assert row["advantage"] == other["advantage"]
             assert row["minibatch"] == other["minibatch"]
@@ -56,14 +56,14 @@ def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
     are the same; those of `ours`."""
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.reference": 1}
     batch, *later = three_batches()
-    for one in (ours, theirs):
-        one.train(batch, SETTINGS)
+    for entry in (ours, theirs):
+        entry.train(batch, SETTINGS)
     digest = theirs.save_weights(first).digest
     named = Reference(version=1, digest=digest, weights=first)
-    batches = [replace(one, reference=named) for one in later]
-    found = [ours.train(one, settings) for one in batches]
-    assert_same_steps(found, [theirs.train(one, settings) for one in batches])
-    return found
+    batches = [replace(entry, reference=named) for entry in later]
+    results = [ours.train(batch, settings) for batch in batches]
+    assert_same_steps(results, [theirs.train(batch, settings) for batch in batches])
+    return results
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, HARD], ids=["grpo", "hard"])
@@ -72,8 +72,8 @@ def test_steps_are_those_of_the_torch_trainer(
     bench: Bench, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     ours, theirs = bench.deepspeed(**options), bench.torch()
-    found = [ours.train(batch, settings) for batch in three_batches()]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in three_batches()])
+    results = [ours.train(batch, settings) for batch in three_batches()]
+    assert_same_steps(results, [theirs.train(batch, settings) for batch in three_batches()])
     expected = bench.tensors(theirs, tmp_path / "theirs")
     for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
         assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
@@ -104,9 +104,9 @@ def test_kl_is_to_the_version_that_the_batch_names(
     bench: Bench, stage: int, tmp_path: Path
 ) -> None:
     ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
-    found = steps_to_reference(ours, theirs, tmp_path / "first")
-    assert [one.metrics["reference_version"] for one in found] == [1.0, 1.0]
-    assert found[1].metrics["kl"] > 0
+    steps = steps_to_reference(ours, theirs, tmp_path / "first")
+    assert [step.metrics["reference_version"] for step in steps] == [1.0, 1.0]
+    assert steps[1].metrics["kl"] > 0
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_step_that_is_not_finite_ends_alike_on_all_ranks_and_they_can_load_again
         trainer.train(poisoned(three_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed()
-    for one in (trainer, fresh):
-        one.train(three_batches()[0], SETTINGS)
+    for entry in (trainer, fresh):
+        entry.train(three_batches()[0], SETTINGS)
     assert trainer.manifest() == fresh.manifest()
 
 

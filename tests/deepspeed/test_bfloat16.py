@@ -40,14 +40,14 @@ def test_steps_are_those_of_the_torch_trainer_and_small_ones_add_up_in_the_maste
 ) -> None:
     ours, theirs = narrow.deepspeed(**options), narrow.torch()
     assert ours.manifest() == narrow.policy
-    found = [ours.train(batch, SMALL) for batch in three_batches()]
-    assert_same_steps(found, [theirs.train(batch, SMALL) for batch in three_batches()])
+    results = [ours.train(batch, SMALL) for batch in three_batches()]
+    assert_same_steps(results, [theirs.train(batch, SMALL) for batch in three_batches()])
     saved(ours, tmp_path, "ours")
     saved(theirs, tmp_path, "theirs")
     expected = masters(tmp_path, "theirs")
     for name, master in masters(tmp_path, "ours").items():
         assert float((master - expected[name]).abs().max()) < 3e-6, name
-    assert {one.dtype for one in read_entries(tmp_path / "ours.weights")} == {"BF16"}
+    assert {entry.dtype for entry in read_entries(tmp_path / "ours.weights")} == {"BF16"}
     assert ours.numerics()["policies"] == "bfloat16"
 
 
@@ -59,16 +59,16 @@ def masters(folder: Path, name: str) -> dict[str, Any]:
     from dora_pipe.store.safetensors_file import mapped
 
     weights, state = folder / f"{name}.weights", folder / f"{name}.state"
-    kept = {one.name: one for one in read_entries(state)}
-    found = {}
+    kept = {entry.name: entry for entry in read_entries(state)}
+    results = {}
     with mapped(weights) as numbers, mapped(state) as beyond:
         for entry in read_entries(weights):
             if entry.dtype != "BF16":  # An adapter says on which base it stands.
                 continue
             bits = read_tensor(numbers, entry).float().view(torch.int32)
             remainder = read_tensor(beyond, kept[f"remainder/{entry.name}"])
-            found[entry.name] = (bits + remainder).view(torch.float32)
-    return found
+            results[entry.name] = (bits + remainder).view(torch.float32)
+    return results
 
 
 @pytest.mark.parametrize("options", [*ENGINES, {"zero_stage": 2, "dtype": "bfloat16"}], ids=str)
@@ -112,8 +112,8 @@ def test_steps_of_an_adapter_are_those_of_the_torch_trainer(
 ) -> None:
     ours, theirs = narrow.deepspeed(lora=_adapter(), **options), narrow.torch(lora=_adapter())
     assert ours.manifest() == narrow.policy
-    found = [ours.train(batch, SMALL) for batch in three_batches()]
-    assert_same_steps(found, [theirs.train(batch, SMALL) for batch in three_batches()])
+    results = [ours.train(batch, SMALL) for batch in three_batches()]
+    assert_same_steps(results, [theirs.train(batch, SMALL) for batch in three_batches()])
     manifest, _ = saved(ours, tmp_path, "ours")
     saved(theirs, tmp_path, "theirs")
     assert manifest.dtype == "bfloat16" and stands_on(manifest, narrow.policy.digest)

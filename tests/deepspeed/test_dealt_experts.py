@@ -67,9 +67,11 @@ def through(batch: TrainBatch, *, experts: list[int], layers: int) -> TrainBatch
     """The batch, all of whose tokens go through these."""
     groups = []
     for group in batch.groups:
-        made = []
-        for one in group.trajectories:
-            chosen = np.broadcast_to(np.array(experts, "u1"), (one.length, layers, len(experts)))
-            made.append(replace(one, routed_experts=Routes.of(chosen.copy(), 8)))
-        groups.append(replace(group, trajectories=made))
+        created = []
+        for trajectory in group.trajectories:
+            chosen = np.broadcast_to(
+                np.array(experts, "u1"), (trajectory.length, layers, len(experts))
+            )
+            created.append(replace(trajectory, routed_experts=Routes.of(chosen.copy(), 8)))
+        groups.append(replace(group, trajectories=created))
     return replace(batch, groups=groups)

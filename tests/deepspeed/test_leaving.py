@@ -17,16 +17,16 @@ def test_nothing_large_is_left_on_a_rank_and_steps_have_equal_bits(
     bench: Bench, options: dict[str, Any]
 ) -> None:
     settings = {**SETTINGS, "objective.kl_coef": 0.1}
-    left, stayed = bench.deepspeed(**options), bench.deepspeed(**options)
+    trainer, stayed = bench.deepspeed(**options), bench.deepspeed(**options)
     for seed in range(2):
-        left.train(make_batch(seed=seed), settings)
+        trainer.train(make_batch(seed=seed), settings)
         stayed.train(make_batch(seed=seed), settings)
-        rank = left.trainer._rank
+        rank = trainer.trainer._rank
         # Of some of its buffers ZeRO keeps the shape, as tensors of the device `meta`.
-        there = [one for one in rank._resident() if one.device.type != "meta"]
-        held = [one.untyped_storage() for one in there]
-        large = [one for one in held if one.nbytes() >= SMALL_BYTES]
+        there = [entry for entry in rank._resident() if entry.device.type != "meta"]
+        held = [entry.untyped_storage() for entry in there]
+        large = [storage for storage in held if storage.nbytes() >= SMALL_BYTES]
         assert large
-        left.leave_device()
-        assert {one.nbytes() for one in large} == {0}
-    assert left.manifest() == stayed.manifest()
+        trainer.leave_device()
+        assert {storage.nbytes() for storage in large} == {0}
+    assert trainer.manifest() == stayed.manifest()

@@ -43,8 +43,8 @@ def test_steps_are_those_of_the_torch_trainer(
 ) -> None:
     ours = bench.deepspeed(lora=_options(), **options)
     theirs = bench.torch(lora=_options())
-    found = [ours.train(batch, settings) for batch in three_batches()]
-    assert_same_steps(found, [theirs.train(batch, settings) for batch in three_batches()])
+    results = [ours.train(batch, settings) for batch in three_batches()]
+    assert_same_steps(results, [theirs.train(batch, settings) for batch in three_batches()])
     expected = bench.tensors(theirs, tmp_path / "theirs")
     tensors = bench.tensors(ours, tmp_path / "ours")
     assert tensors.keys() == expected.keys()
@@ -69,8 +69,8 @@ def test_reference_may_be_another_adapter_on_the_base(
 ) -> None:
     ours = bench.deepspeed(zero_stage=stage, lora=_options())
     theirs = bench.torch(lora=_options())
-    found = steps_to_reference(ours, theirs, tmp_path / "first")
-    assert found[1].metrics["kl"] > 0
+    steps = steps_to_reference(ours, theirs, tmp_path / "first")
+    assert steps[1].metrics["kl"] > 0
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_after_a_step_that_is_not_finite_the_adapter_is_loaded_on_the_base_that_
         trainer.train(poisoned(three_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed(zero_stage=stage, lora=_options())
-    for one in (trainer, fresh):
-        one.train(three_batches()[0], HARD)
+    for entry in (trainer, fresh):
+        entry.train(three_batches()[0], HARD)
     assert trainer.manifest() == fresh.manifest()
 
 
@@ -110,12 +110,12 @@ def test_policy_that_does_not_fit_is_refused_and_the_ranks_stay_in_step(bench: B
         (random_adapter(bench.weights, base, seed=1, layers=("q_proj",)), "on one side only"),
         (random_adapter(bench.weights, base, seed=1, rank=8), "differs"),
     ):
-        made = publish(bench.store, odd)
-        path = bench.store.weights_path(made.digest)
+        publication = publish(bench.store, odd)
+        path = bench.store.weights_path(publication.digest)
         with pytest.raises(PolicyError, match=why):
-            trainer.load(path, digest=made.digest, optimizer=None)
+            trainer.load(path, digest=publication.digest, optimizer=None)
     assert trainer.manifest() == bench.policy
     fresh = bench.deepspeed(lora=_options())
-    for one in (trainer, fresh):
-        one.train(three_batches()[0], SETTINGS)
+    for entry in (trainer, fresh):
+        entry.train(three_batches()[0], SETTINGS)
     assert trainer.manifest() == fresh.manifest()

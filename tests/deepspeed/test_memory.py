@@ -23,14 +23,14 @@ def test_step_with_a_head_in_chunks_is_one_without(
     bench: Bench, zero_stage: int, lora: LoraOptions | None, tmp_path: Path
 ) -> None:
     plain = bench.deepspeed(zero_stage=zero_stage, lora=lora)
-    wanted = plain.train(BATCH, STEP).metrics
+    expected_metrics = plain.train(BATCH, STEP).metrics
     digests = set()
     for _ in range(2):
         options: dict[str, Any] = {"head_chunk_tokens": 7}
         cut = bench.deepspeed(zero_stage=zero_stage, lora=lora, memory=options)
         metrics = cut.train(BATCH, STEP).metrics
         digests.add(cut.save_weights(tmp_path / "weights").digest)
-        assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-9)
         assert cut.numerics()["head_chunk_tokens"] == "7"
     assert len(digests) == 1
 
@@ -53,11 +53,11 @@ def test_step_with_gradient_checkpointing_has_equal_bits(
 def test_step_whose_sequences_share_lines_is_one_without(
     bench: Bench, zero_stage: int, tmp_path: Path
 ) -> None:
-    wanted = dict(bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics)
+    expected_metrics = dict(bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics)
     packed = bench.deepspeed(zero_stage=zero_stage, memory={"packing": True})
     metrics = dict(packed.train(BATCH, STEP).metrics)
-    assert metrics.pop("padded_tokens") < wanted.pop("padded_tokens")
-    assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert metrics.pop("padded_tokens") < expected_metrics.pop("padded_tokens")
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-9)
     assert packed.numerics()["packing"] == "on"
 
 
@@ -65,14 +65,14 @@ def test_step_whose_sequences_share_lines_is_one_without(
 def test_step_with_blocks_in_chunks_is_one_without(
     bench: Bench, zero_stage: int, tmp_path: Path
 ) -> None:
-    wanted = bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics
+    expected_metrics = bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics
     digests = set()
     for again in (False, True):
         options: dict[str, Any] = {"mlp_chunk_tokens": 7, "gradient_checkpointing": again}
         cut = bench.deepspeed(zero_stage=zero_stage, memory=options)
         metrics = cut.train(BATCH, STEP).metrics
         digests.add(cut.save_weights(tmp_path / "weights").digest)
-        assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-9)
         assert cut.numerics()["mlp_chunk_tokens"] == "7"
     assert len(digests) == 1
 
@@ -95,8 +95,8 @@ def test_rank_holds_no_more_of_a_network_than_it_keeps_and_a_layer(
     deepspeed.need_deepspeed(ranks=2)
     Bench(tmp_path / "a", make_qwen3_moe(tmp_path / "small")).deepspeed(lora=LORA, **options)
     large = Bench(tmp_path / "b", make_qwen3_moe(tmp_path / "model", **LARGE))
-    whole = large.weights.stat().st_size
+    full_bytes = large.weights.stat().st_size
     with peak_of_own_memory() as taken:
         held = large.deepspeed(lora=LORA, **options)
-    half = whole / 2 if held.trainer._options.engine.dtype == "float32" else whole / 4
-    assert half < taken[0] < half + whole / 4
+    half = full_bytes / 2 if held.trainer._options.engine.dtype == "float32" else full_bytes / 4
+    assert half < taken[0] < half + full_bytes / 4

@@ -57,11 +57,11 @@ def test_steps_are_those_of_the_torch_trainer_whose_checkpoint_is_gone_on_with(
     first, second, _ = three_batches()
     assert_same_steps([ours.train(first, STEP)], [theirs.train(first, STEP)])
     expected = mixture.tensors(theirs, tmp_path / "theirs")
-    found = mixture.tensors(ours, tmp_path / "ours")
-    assert found.keys() == expected.keys()
-    assert any(".experts.7.up_proj" in name for name in found)
+    tensors = mixture.tensors(ours, tmp_path / "ours")
+    assert tensors.keys() == expected.keys()
+    assert any(".experts.7.up_proj" in name for name in tensors)
     rough = 2.0**-7 if mixture.policy.dtype == "bfloat16" else 0.0
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         wide = expected[name].float()
         assert bool(((tensor.float() - wide).abs() <= DISTANCE_MAX + rough * wide.abs()).all()), (
             name
@@ -81,14 +81,14 @@ def test_tokens_go_through_the_experts_of_the_log_on_every_rank(
 ) -> None:
     theirs = mixture.torch()
     layers = theirs._model.routed.layers
-    batches = [routed(one, layers=layers) for one in three_batches()[:2]]
+    batches = [routed(batch, layers=layers) for batch in three_batches()[:2]]
     free, ours = mixture.deepspeed(**options), mixture.deepspeed(routes=True, **options)
     expected = steps(theirs, batches, STEP)
     assert_same_steps(steps(ours, batches, STEP), expected)
     with pytest.raises(AssertionError):
         assert_same_steps(steps(free, [batches[0]], STEP), expected[:1])
-    left = three_batches()[2]  # Its records say nothing: routers choose again.
-    assert_same_steps([ours.train(left, STEP)], [theirs.train(left, STEP)])
+    remaining = three_batches()[2]  # Its records say nothing: routers choose again.
+    assert_same_steps([ours.train(remaining, STEP)], [theirs.train(remaining, STEP)])
 
 
 @pytest.mark.parametrize(
@@ -101,20 +101,20 @@ def test_loss_of_routers_is_that_of_the_torch_trainer_in_parts_and_rows_too(
     if mixture.policy.dtype == "bfloat16":
         pytest.skip("GLM-4 balances its experts by a bias")
     last = "micro_batch_tokens" in options
-    whole = branched_batch(seed=0) if last else routed(make_batch(seed=3, groups=4), layers=2)
+    full = branched_batch(seed=0) if last else routed(make_batch(seed=3, groups=4), layers=2)
     step = {**STEP, "trainer.minibatches": 1} | ({"objective.kind": "gspo"} if last else {})
     ours = mixture.deepspeed(routes=True, router_aux_loss=0.5, **options)
     assert ours.numerics()["router_aux_loss"] == "0.5"
-    plain, theirs = (mixture.torch(router_aux_loss=one) for one in (0.0, 0.5))
-    found = ours.train(whole if last else replace(whole, parts=[1, 1]), step)
-    wanted, _ = theirs.train(whole, step), plain.train(whole, step)
-    assert_same_steps([found], [wanted])
-    figure = pytest.approx(wanted.metrics["router_aux_loss"], rel=1e-5)
-    assert found.metrics["router_aux_loss"] == figure
-    tensors = [mixture.tensors(one, tmp_path / "weights") for one in (ours, theirs, plain)]
+    plain, theirs = (mixture.torch(router_aux_loss=entry) for entry in (0.0, 0.5))
+    result = ours.train(full if last else replace(full, parts=[1, 1]), step)
+    expected, _ = theirs.train(full, step), plain.train(full, step)
+    assert_same_steps([result], [expected])
+    figure = pytest.approx(expected.metrics["router_aux_loss"], rel=1e-5)
+    assert result.metrics["router_aux_loss"] == figure
+    tensors = [mixture.tensors(entry, tmp_path / "weights") for entry in (ours, theirs, plain)]
     for name, tensor in tensors[0].items():
         assert float((tensor - tensors[1][name]).abs().max()) < DISTANCE_MAX, name
-    gates = [one["model.layers.0.mlp.gate.weight"] for one in tensors]
+    gates = [tensor["model.layers.0.mlp.gate.weight"] for tensor in tensors]
     assert float((gates[0] - gates[2]).abs().max()) > 5 * DISTANCE_MAX
 
 
@@ -139,8 +139,8 @@ def test_adapter_stands_on_a_mixture_as_it_is_in_the_store(
     lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "down_proj"))
     ours, theirs = mixture.deepspeed(lora=lora, **options), mixture.torch(lora=lora)
     assert ours.manifest() == mixture.policy
-    found, wanted = (steps(one, three_batches()[:2], STEP) for one in (ours, theirs))
-    assert_same_steps(found, wanted)
+    result, wished = (steps(entry, three_batches()[:2], STEP) for entry in (ours, theirs))
+    assert_same_steps(result, wished)
     expected = mixture.tensors(theirs, tmp_path / "theirs")
     for name, tensor in mixture.tensors(ours, tmp_path / "ours").items():
         wide = expected[name].float()

@@ -21,8 +21,8 @@ WITH_BFLOAT16 = [*ENGINES, {"zero_stage": 2, "dtype": "bfloat16"}]
 
 
 def parted(seed: int, parts: Sequence[int], **more: Any) -> TrainBatch:
-    made = make_batch(seed=seed, step=0, groups=4, samples=3, **{"valid": 0.8, **more})
-    return replace(with_teacher(made), parts=parts)
+    batch = make_batch(seed=seed, step=0, groups=4, samples=3, **{"valid": 0.8, **more})
+    return replace(with_teacher(batch), parts=parts)
 
 
 def told(bench: Bench, batch: TrainBatch, settings: Settings, *, ahead: int) -> LoggedTrainer:
@@ -37,12 +37,12 @@ def test_gradient_of_parts_is_clipped_once_it_is_divided(bench: Bench, tmp_path:
     settings, batch = {**PLAIN, "trainer.max_grad_norm": 1e-3}, parted(5, [1, 2])
     for stage in range(4):
         ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
-        found = ours.train(batch, settings)
+        result = ours.train(batch, settings)
         expected = theirs.train(replace(batch, parts=()), settings)
-        assert_same_steps([found], [expected])
-        whole = gradient_of(theirs, tmp_path / "theirs")
-        for name, one in gradient_of(ours, tmp_path / "ours").items():
-            assert float((one - whole[name]).abs().max()) < 1e-7, name
+        assert_same_steps([result], [expected])
+        gradient = gradient_of(theirs, tmp_path / "theirs")
+        for name, entry in gradient_of(ours, tmp_path / "ours").items():
+            assert float((entry - gradient[name]).abs().max()) < 1e-7, name
 
 
 @pytest.mark.parametrize("settings", [PLAIN, {**HARD, "trainer.minibatches": 1}], ids=["p", "h"])
@@ -50,8 +50,8 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
     bench: Bench, settings: Settings
 ) -> None:
     batch = parted(3, [1, 2])
-    found = [told(bench, batch, settings, ahead=ahead) for ahead in range(4)]
-    assert len({one.manifest().digest for one in found}) == 1
+    results = [told(bench, batch, settings, ahead=ahead) for ahead in range(4)]
+    assert len({result.manifest().digest for result in results}) == 1
 
 
 def test_part_without_a_gradient_adds_nothing_and_a_batch_of_such_changes_nothing(
@@ -73,23 +73,23 @@ def test_gradient_of_other_parts_is_forgotten_before_a_batch_and_when_weights_ar
     fresh = bench.deepspeed(zero_stage=stage)
     before = bench.deepspeed(zero_stage=stage)
     digests = []
-    for one in (fresh, before):
-        one.train(make_batch(seed=9), PLAIN)
+    for entry in (fresh, before):
+        entry.train(make_batch(seed=9), PLAIN)
     for part in other.in_parts():
         before.train_part(part, PLAIN)
-    for one in (fresh, before):
-        one.train(replace(batch, step=1), PLAIN)
-        digests.append(one.manifest().digest)
-        one.save_optimizer(tmp_path / str(len(digests)))
+    for entry in (fresh, before):
+        entry.train(replace(batch, step=1), PLAIN)
+        digests.append(entry.manifest().digest)
+        entry.save_optimizer(tmp_path / str(len(digests)))
     before.train_part(other.in_parts()[0], PLAIN)
-    for one in (fresh, before):
-        one.train(make_batch(seed=2, step=2), PLAIN)
-        digests.append(one.manifest().digest)
+    for entry in (fresh, before):
+        entry.train(make_batch(seed=2, step=2), PLAIN)
+        digests.append(entry.manifest().digest)
     before.train_part(other.in_parts()[0], PLAIN)
-    for one in (fresh, before):
-        one.load(bench.weights, digest=bench.policy.digest, optimizer=None)
-        one.train(batch, PLAIN)
-        digests.append(one.manifest().digest)
+    for entry in (fresh, before):
+        entry.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+        entry.train(batch, PLAIN)
+        digests.append(entry.manifest().digest)
     assert digests[0::2] == digests[1::2]
     assert len(set(digests)) == 3
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
@@ -117,11 +117,13 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates_however_early(
 ) -> None:
     settings = {**HARD, "trainer.minibatches": 2}
     batch = parted(3, [])
-    in_parts = replace(batch, groups=[batch.groups[at] for at in (0, 2, 1, 3)], parts=[2])
-    whole = bench.deepspeed(**engine)
-    whole.train(make_batch(seed=9), PLAIN)
-    result = whole.train(replace(batch, step=1), settings)
-    found = {whole.manifest().digest}
+    in_parts = replace(
+        batch, groups=[batch.groups[position] for position in (0, 2, 1, 3)], parts=[2]
+    )
+    full = bench.deepspeed(**engine)
+    full.train(make_batch(seed=9), PLAIN)
+    result = full.train(replace(batch, step=1), settings)
+    results = {full.manifest().digest}
     for ahead in range(2):
         trainer = bench.deepspeed(**engine)
         trainer.train(make_batch(seed=9), PLAIN)
@@ -129,9 +131,9 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates_however_early(
         for part in given.in_parts()[:ahead]:
             trainer.train_part(part, settings)
         again = trainer.train(given, settings)
-        found.add(trainer.manifest().digest)
+        results.add(trainer.manifest().digest)
         assert list(again.contributions) == list(result.contributions)
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("engine", WITH_BFLOAT16, ids=str)

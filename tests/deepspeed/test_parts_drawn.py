@@ -50,8 +50,8 @@ class Pair:
     def gradients(
         self, batch: TrainBatch, settings: Settings, ahead: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        for one in (self.ours, self.theirs):
-            one.load(self._weights, digest=self._policy.digest, optimizer=None)
+        for entry in (self.ours, self.theirs):
+            entry.load(self._weights, digest=self._policy.digest, optimizer=None)
         for part in batch.in_parts()[:ahead]:
             self.ours.train_part(part, settings)
         self.ours.train(batch, settings)
@@ -61,7 +61,7 @@ class Pair:
 
 
 def _named(options: dict[str, Any]) -> str:
-    return " ".join(key if key == "lora" else f"{key}={one}" for key, one in options.items())
+    return " ".join(key if key == "lora" else f"{key}={option}" for key, option in options.items())
 
 
 @pytest.fixture(scope="module", params=SUBJECTS, ids=_named)
@@ -81,7 +81,7 @@ def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
     first = draw(st.integers(1, groups - 1))
     second = draw(st.integers(0, groups - 1 - first))
     shortest = draw(st.integers(1, 12))
-    made = make_batch(
+    batch = make_batch(
         seed=draw(st.integers(0, 999)),
         groups=groups,
         samples=draw(st.integers(1, 4)),
@@ -98,7 +98,7 @@ def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
     if kind in RECOMPUTED:
         keys["proximal"] = draw(st.sampled_from(["behaviour", "recomputed"]))
     ahead = draw(st.integers(0, len(parts) + 1))
-    return replace(with_teacher(made), parts=parts), settings_of(kind, **keys), ahead
+    return replace(with_teacher(batch), parts=parts), settings_of(kind, **keys), ahead
 
 
 @given(step=steps())
@@ -106,9 +106,9 @@ def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
 def test_gradient_of_drawn_parts_is_that_of_the_batch_on_one_process(
     pair: Pair, step: tuple[TrainBatch, dict[str, Any], int]
 ) -> None:
-    found, expected = pair.gradients(*step)
-    assert found.keys() == expected.keys()
-    scale = max((float(one.abs().max()) for one in expected.values()), default=0.0)
-    for name, one in expected.items():
-        apart = float((found[name] - one).abs().max())
+    result, expected = pair.gradients(*step)
+    assert result.keys() == expected.keys()
+    scale = max((float(entry.abs().max()) for entry in expected.values()), default=0.0)
+    for name, entry in expected.items():
+        apart = float((result[name] - entry).abs().max())
         assert apart <= APART * scale, name

@@ -51,7 +51,7 @@ def _two_ranks() -> None:
 def _changed(batch: TrainBatch) -> TrainBatch:
     """Every place claims other bytes."""
     groups = [
-        replace(group, places=[replace(place, sha256="0" * 64) for place in group.places])
+        replace(group, places=[replace(location, sha256="0" * 64) for location in group.places])
         for group in batch.groups
     ]
     return replace(batch, groups=groups)
@@ -64,8 +64,8 @@ def test_rank_that_finds_other_bytes_in_the_log_is_named_and_the_others_go_on(be
         trainer.trainer.train(_changed(logged), SETTINGS)
     assert trainer.manifest() == bench.policy
     fresh = bench.deepspeed()
-    for one in (trainer, fresh):
-        one.train(batch, SETTINGS)
+    for entry in (trainer, fresh):
+        entry.train(batch, SETTINGS)
     assert trainer.manifest() == fresh.manifest()
 
 
@@ -73,17 +73,17 @@ def test_rank_reads_its_own_share_of_the_batch_from_the_log_and_no_more(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = bench.deepspeed()
-    group, said = trainer.trainer._group, []
+    group, text = trainer.trainer._group, []
     heard = group.replies
 
     def replies() -> list[bytes]:
-        said.append(heard())
-        return said[-1]
+        text.append(heard())
+        return text[-1]
 
     monkeypatch.setattr(group, "replies", replies)
     settings = {**SETTINGS, "trainer.minibatches": 1}
     result = trainer.train(make_batch(seed=3, groups=5, samples=5), settings)
-    ((ready,), (reply,)) = said
+    ((ready,), (reply,)) = text
     rows = sum(map(len, msgspec.msgpack.decode(reply, type=StepReply).updates[0].rows))
     assert 0 < rows < result.metrics["trajectories"]
     between = msgspec.msgpack.decode(ready, type=Ready).records - rows

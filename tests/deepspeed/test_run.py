@@ -48,23 +48,23 @@ def _two_ranks() -> None:
     deepspeed.need_deepspeed(ranks=2)
 
 
-def _call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return answer(place, *words, wait_s=LIMIT_S)
+def _call(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return answer(path, *words, wait_s=LIMIT_S)
 
 
-def _said(place: Path) -> str:
-    said = place / "said"
-    return said.read_text() if said.exists() else ""
+def _said(path: Path) -> str:
+    text = path / "said"
+    return text.read_text() if text.exists() else ""
 
 
-def _ranks(place: Path) -> Iterator[int]:
+def _ranks(path: Path) -> Iterator[int]:
     """Process ids of ranks above 0 that run for the user's folder."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             words = (entry / "cmdline").read_bytes().decode(errors="replace")
-            here = (entry / "cwd").resolve() == place.resolve()
+            here = (entry / "cwd").resolve() == path.resolve()
         except OSError:
             continue
         if "trainer rank" in words and here:
@@ -75,21 +75,21 @@ def _ranks(place: Path) -> Iterator[int]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a run of three steps in parts, whose rank 1 was killed on the way."""
     deepspeed.need_deepspeed(ranks=2)
-    place = furnish(tmp_path_factory.mktemp("run"))
-    run = start(place, "run", "config.toml", *TRAINER, *IN_PARTS)
-    control = place / "runs" / "tiny" / "log.sqlite"
-    until(lambda: control.exists() and len(steps(place, "tiny")) >= 1, LIMIT_S)
-    (rank,) = _ranks(place)
+    directory = furnish(tmp_path_factory.mktemp("run"))
+    run = start(directory, "run", "config.toml", *TRAINER, *IN_PARTS)
+    control = directory / "runs" / "tiny" / "log.sqlite"
+    until(lambda: control.exists() and len(steps(directory, "tiny")) >= 1, LIMIT_S)
+    (rank,) = _ranks(directory)
     os.kill(rank, signal.SIGKILL)
-    assert run.wait(LIMIT_S) == 0, _said(place)
-    return place
+    assert run.wait(LIMIT_S) == 0, _said(directory)
+    return directory
 
 
 def test_run_goes_on_after_the_death_of_a_rank_and_every_promise_holds(finished: Path) -> None:
     assert steps(finished, "tiny") == [0, 1, 2]
     assert_clean(finished, "tiny")
-    roles = [one for one in facts(finished, "tiny") if isinstance(one, RoleStarted)]
-    assert sum(one.role == "trainer" for one in roles) == 2
+    roles = [fact for fact in facts(finished, "tiny") if isinstance(fact, RoleStarted)]
+    assert sum(role.role == "trainer" for role in roles) == 2
     log = (finished / "runs" / "tiny" / "logs" / "trainer.log").read_text()
     assert "error: rank 1 of the trainer was killed (SIGKILL)" in log
     assert list(_ranks(finished)) == []
@@ -102,10 +102,10 @@ def test_replay_starts_as_many_ranks_by_itself_and_every_step_is_bit_equal(finis
     assert len(lines) == 3
     assert all(line.startswith("step") and "equal" in line for line in lines), done.stdout
     assert "3 of 3 steps bit-equal" in done.stderr
-    commits = [one for one in facts(finished, "tiny") if isinstance(one, StepCommitted)]
-    assert any(one.parts for one in commits)
-    assert {one.numerics["world_size"] for one in commits} == {"2"}
-    assert {one.numerics["zero_stage"] for one in commits} == {"2"}
+    commits = [fact for fact in facts(finished, "tiny") if isinstance(fact, StepCommitted)]
+    assert any(commit.parts for commit in commits)
+    assert {commit.numerics["world_size"] for commit in commits} == {"2"}
+    assert {commit.numerics["zero_stage"] for commit in commits} == {"2"}
 
 
 def test_replay_with_another_number_of_ranks_is_one_line(
@@ -123,7 +123,7 @@ def test_replay_with_another_number_of_ranks_is_one_line(
 def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
     stage: int, dtype: str, tmp_path: Path
 ) -> None:
-    place = furnish(tmp_path)
+    directory = furnish(tmp_path)
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.minibatches=2"]
     words += ["-o", f"policies.dtype={dtype}"]
     words += [
@@ -134,20 +134,20 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
         "-o",
         "objective.kl_coef=0.1",
     ]
-    assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
-    found = list(facts(place, "tiny"))
-    (first,) = (one.policy for one in found if isinstance(one, RunStarted))
-    commits = [one for one in found if isinstance(one, StepCommitted)]
-    assert all(stands_on(one.policy, first.digest) for one in commits)
-    assert {one.policy.dtype for one in commits} == {dtype}
-    assert {one.numerics["lora"].partition(", ")[0] for one in commits} == {"rank 4"}
-    assert {one.numerics["zero_stage"] for one in commits} == {str(stage)}
-    done = _call(place, "replay", "tiny")
+    assert start(directory, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(directory)
+    assert steps(directory, "tiny") == [0, 1, 2]
+    assert_clean(directory, "tiny")
+    actual_facts = list(facts(directory, "tiny"))
+    (first,) = (event.policy for event in actual_facts if isinstance(event, RunStarted))
+    commits = [event for event in actual_facts if isinstance(event, StepCommitted)]
+    assert all(stands_on(commit.policy, first.digest) for commit in commits)
+    assert {commit.policy.dtype for commit in commits} == {dtype}
+    assert {commit.numerics["lora"].partition(", ")[0] for commit in commits} == {"rank 4"}
+    assert {commit.numerics["zero_stage"] for commit in commits} == {str(stage)}
+    done = _call(directory, "replay", "tiny")
     assert done.returncode == 0, done.stderr
     assert "3 of 3 steps bit-equal" in done.stderr
-    again = _call(place, "replay", "tiny", "--random", "8")
+    again = _call(directory, "replay", "tiny", "--random", "8")
     assert again.returncode == 0, again.stderr
 
 
@@ -156,8 +156,8 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     make: Callable[..., Path], stage: int, dtype: str, keys: list[str], tmp_path: Path
 ) -> None:
     """From a warm start; all versions between checkpoints are deltas."""
-    place = furnish(tmp_path)
-    (place / "judge.py").write_text(VARIED)
+    directory = furnish(tmp_path)
+    (directory / "judge.py").write_text(VARIED)
     examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
     cold, warm = make(tmp_path / "cold"), tmp_path / "warm"
     options = SftOptions(steps=2, batch=2)
@@ -165,19 +165,21 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.learning_rate=1e-3"]
     words += ["-o", f"policies.dtype={dtype}", "-o", "policies.full_every=4"]
     words += ["-o", "model.path=warm", *keys]
-    assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
-    assert_clean(place, "tiny")
-    assert list((place / "runs" / "tiny" / "policies" / "deltas").glob("*.delta"))
-    commits = [one for one in facts(place, "tiny") if isinstance(one, StepCommitted)]
-    assert {one.policy.dtype for one in commits} == {dtype}
-    assert len({one.policy.digest for one in commits}) == len(commits) == 3
+    assert start(directory, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(directory)
+    assert_clean(directory, "tiny")
+    assert list((directory / "runs" / "tiny" / "policies" / "deltas").glob("*.delta"))
+    commits = [fact for fact in facts(directory, "tiny") if isinstance(fact, StepCommitted)]
+    assert {commit.policy.dtype for commit in commits} == {dtype}
+    assert len({commit.policy.digest for commit in commits}) == len(commits) == 3
     for more in ([], ["--random", "4"]):
-        done = _call(place, "replay", "tiny", *more)
+        done = _call(directory, "replay", "tiny", *more)
         assert done.returncode == 0, done.stderr
-    done = _call(place, "export", "policy", "tiny", "3", "exported")
+    done = _call(directory, "export", "policy", "tiny", "3", "exported")
     assert done.returncode == 0, done.stderr
-    assert read_manifest(place / "exported/model.safetensors").digest == commits[-1].policy.digest
-    assert_same_logits(place / "exported", place / "exported" / "model.safetensors")
+    assert (
+        read_manifest(directory / "exported/model.safetensors").digest == commits[-1].policy.digest
+    )
+    assert_same_logits(directory / "exported", directory / "exported" / "model.safetensors")
 
 
 def assert_same_logits(directory: Path, weights: Path) -> None:
@@ -192,25 +194,25 @@ def assert_same_logits(directory: Path, weights: Path) -> None:
 
 
 def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:
-    place = furnish(tmp_path)
-    parts = [start(place, "orchestrator", "config.toml", *TRAINER)]
-    until((place / "runs" / "tiny" / "log.sqlite").exists, LIMIT_S)
-    parts.append(start(place, "worker", "config.toml", "--name", "w0", *TRAINER))
+    directory = furnish(tmp_path)
+    parts = [start(directory, "orchestrator", "config.toml", *TRAINER)]
+    until((directory / "runs" / "tiny" / "log.sqlite").exists, LIMIT_S)
+    parts.append(start(directory, "worker", "config.toml", "--name", "w0", *TRAINER))
     torchrun = str(Path(sys.executable).parent / "torchrun")
     (port,) = free_ports(1)
     words = ["--nproc-per-node", "2", "--master-port", str(port), "--no-python", COMMAND]
-    with (place / "torchrun").open("wb") as said:
+    with (directory / "torchrun").open("wb") as text:
         done = subprocess.run(
             [torchrun, *words, "trainer", "config.toml", *TRAINER],
-            cwd=place,
+            cwd=directory,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=text,
+            stderr=text,
             timeout=LIMIT_S,
             check=False,
         )
-    assert done.returncode == 0, (place / "torchrun").read_text()
-    assert [part.wait(60) for part in parts] == [0, 0], _said(place)
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
+    assert done.returncode == 0, (directory / "torchrun").read_text()
+    assert [part.wait(60) for part in parts] == [0, 0], _said(directory)
+    assert steps(directory, "tiny") == [0, 1, 2]
+    assert_clean(directory, "tiny")

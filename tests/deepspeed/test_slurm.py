@@ -31,13 +31,13 @@ def job(tmp_path: Path) -> Iterator[SlurmJob]:
     if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("no mount namespaces here: nodes cannot have disks of their own")
     variables = {"TRAINER_NODES": "2", "TRAINER_RANKS": "1", "WORKERS_PER_NODE": "1"}
-    made = SlurmJob(tmp_path, nodes=3, apart=True, **variables)
-    yield made
-    assert not made.processes(), "a job leaves nobody behind"
+    job = SlurmJob(tmp_path, nodes=3, apart=True, **variables)
+    yield job
+    assert not job.processes(), "a job leaves nobody behind"
 
 
 def _commits(job: SlurmJob) -> list[int]:
-    return [one.step for one in facts_of(job.url) if isinstance(one, StepCommitted)]
+    return [event.step for event in facts_of(job.url) if isinstance(event, StepCommitted)]
 
 
 def _until_committed(job: SlurmJob, count: int) -> None:
@@ -47,14 +47,16 @@ def _until_committed(job: SlurmJob, count: int) -> None:
 
 def _second_node(job: SlurmJob) -> dict[int, str]:
     """The processes there by id, with their environments."""
-    found = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in job.processes()}
-    return {pid: one for pid, one in found.items() if f"SLURMD_NODENAME={NODES[1]}\0" in one}
+    results = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in job.processes()}
+    return {
+        pid: result for pid, result in results.items() if f"SLURMD_NODENAME={NODES[1]}\0" in result
+    }
 
 
 def _rank_1(job: SlurmJob) -> int:
     """The process of the second node that trains."""
-    (found,) = [pid for pid, one in _second_node(job).items() if "\0RANK=1\0" in one]
-    return found
+    (result,) = [pid for pid, entry in _second_node(job).items() if "\0RANK=1\0" in entry]
+    return result
 
 
 @contextmanager
@@ -69,7 +71,7 @@ def _assert_whole(job: SlurmJob, steps: int) -> int:
     with _left(job) as run:
         report = audit(run.bus, run.topics, run.policies)
         assert not report.violations_total, report
-        found = list(facts_on(run.bus, job.run))
+        facts = list(facts_on(run.bus, job.run))
         replayed = subprocess.run(
             [Path(sys.executable).parent / "dora-pipe", "replay", job.url, "--from", "0"],
             cwd=job.folder,
@@ -81,10 +83,10 @@ def _assert_whole(job: SlurmJob, steps: int) -> int:
         )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("equal") >= steps
-    commits = [one for one in found if isinstance(one, StepCommitted)]
-    assert [one.step for one in commits] == [*range(steps)]
-    assert {one.numerics["world_size"] for one in commits} == {"2"}
-    return sum(isinstance(one, RoleStarted) and one.role == "trainer" for one in found)
+    commits = [event for event in facts if isinstance(event, StepCommitted)]
+    assert [commit.step for commit in commits] == [*range(steps)]
+    assert {commit.numerics["world_size"] for commit in commits} == {"2"}
+    return sum(isinstance(event, RoleStarted) and event.role == "trainer" for event in facts)
 
 
 def test_trainer_of_two_nodes_with_stores_of_their_own_trains_a_whole_run(job: SlurmJob) -> None:

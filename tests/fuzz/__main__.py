@@ -55,18 +55,18 @@ class Fuzzed:
 
 def fuzz(target: Target, *, seconds: int, seed: int, folder: Path) -> Fuzzed:
     """Fuzz a target; `folder` gets its corpus, its log and what was found."""
-    seeds, found = folder / "corpus", folder / "found"
-    for one in (seeds, found):
-        one.mkdir(parents=True)
-    for place, data in enumerate(target.seeds()):
-        (seeds / f"seed-{place}").write_bytes(data)
+    seeds, path = folder / "corpus", folder / "found"
+    for entry in (seeds, path):
+        entry.mkdir(parents=True)
+    for index, data in enumerate(target.seeds()):
+        (seeds / f"seed-{index}").write_bytes(data)
     kept = CORPUS / target.name
     command = [
         *(sys.executable, "-m", "tests.fuzz.child", target.name),
         *(f"-max_total_time={seconds}", f"-seed={seed}", f"-timeout={HANG_S}"),
         *(f"-max_len={INPUT_BYTES_MAX}", f"-rss_limit_mb={MEMORY_BYTES_MAX >> 20}"),
-        *("-print_final_stats=1", "-reload=0", f"-artifact_prefix={found}/"),
-        *(str(one) for one in (seeds, kept) if one.is_dir()),
+        *("-print_final_stats=1", "-reload=0", f"-artifact_prefix={path}/"),
+        *(str(path) for path in (seeds, kept) if path.is_dir()),
     ]
     log = folder / "log.txt"
     with log.open("wb") as file:
@@ -79,7 +79,7 @@ def fuzz(target: Target, *, seconds: int, seed: int, folder: Path) -> Fuzzed:
             timeout=seconds + SPARE_S,
             check=False,
         )
-    findings = tuple(sorted(found.iterdir()))
+    findings = tuple(sorted(path.iterdir()))
     if done.returncode and not findings:
         findings = (log,)
     return parse(log.read_text(encoding="utf-8", errors="replace"), findings)

@@ -42,9 +42,9 @@ def main() -> None:
 
     def one(data: bytes) -> None:
         refused = targets.check(target, data)
-        said = "" if refused is None else wording(refused.message)
-        place = wordings.setdefault(said, len(wordings) % WORDINGS_MAX)
-        atheris._trace_branch(counters[place])
+        text = "" if refused is None else wording(refused.message)
+        number = wordings.setdefault(text, len(wordings) % WORDINGS_MAX)
+        atheris._trace_branch(counters[number])
 
     def mutate(data: bytes, size_max: int, seed: int) -> bytes:
         return mutations.mutate(target.shape, data, size_max, Random(seed), atheris.Mutate)

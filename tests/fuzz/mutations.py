@@ -74,12 +74,12 @@ def _frame(data: bytes, chance: Random, plain: Plain) -> bytes:
     changed = bytearray(raw)
     if chance.random() < 0.5 and len(changed) >= 8:
         width, pattern = chance.choice(((2, "<H"), (4, "<i"), (8, "<q")))
-        at = chance.randrange(len(changed) - width + 1) & ~1
-        at = min(at, len(changed) - width)
+        position = chance.randrange(len(changed) - width + 1) & ~1
+        position = min(position, len(changed) - width)
         limit = 1 << (8 * width - 1)
         signed = chance.choice((0, 1, 2, 3, 8, 127, 255, limit - 1, chance.randrange(limit)))
         signed = -signed if chance.random() < 0.2 and pattern != "<H" else signed
-        struct.pack_into(pattern, changed, at, signed)
+        struct.pack_into(pattern, changed, position, signed)
         return _compressed(bytes(changed))
     return _compressed(plain(raw, RAW_BYTES_MAX))
 
@@ -108,16 +108,16 @@ def _json(data: bytes, chance: Random, plain: Plain) -> bytes:
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
     """Every (holder, key) of a tree."""
-    found: list[tuple[Any, Any]] = []
+    results: list[tuple[Any, Any]] = []
     open_: list[Any] = [tree]
     while open_:
-        one = open_.pop()
-        keys = one.keys() if isinstance(one, dict) else range(len(one))
+        entry = open_.pop()
+        keys = entry.keys() if isinstance(entry, dict) else range(len(entry))
         for key in keys:
-            found.append((one, key))
-            if isinstance(one[key], dict | list):
-                open_.append(one[key])
-    return found
+            results.append((entry, key))
+            if isinstance(entry[key], dict | list):
+                open_.append(entry[key])
+    return results
 
 
 def _change(holder: Any, key: Any, chance: Random, other: tuple[Any, Any]) -> None:
@@ -138,31 +138,32 @@ def _change(holder: Any, key: Any, chance: Random, other: tuple[Any, Any]) -> No
 
 def _textual(text: bytes, chance: Random) -> bytes:
     """A value in place of another by its text; or a key twice."""
-    at = text.find(b":", chance.randrange(len(text)))
-    if at < 0:
+    position = text.find(b":", chance.randrange(len(text)))
+    if position < 0:
         return text
     if chance.random() < 0.3:
         return text[:-1] + b"," + text[1:]
     end = min(
-        (found for found in (text.find(b",", at), text.find(b"}", at)) if found > 0), default=at
+        (result for result in (text.find(b",", position), text.find(b"}", position)) if result > 0),
+        default=position,
     )
-    return text[: at + 1] + chance.choice(TEXTS) + text[end:]
+    return text[: position + 1] + chance.choice(TEXTS) + text[end:]
 
 
 def _lines(data: bytes, chance: Random, plain: Plain) -> bytes:
     lines = data.split(b"\n")
-    at = chance.randrange(len(lines))
+    index = chance.randrange(len(lines))
     how = chance.randrange(5)
     if how == 0:
-        lines.insert(at, chance.choice(lines))
+        lines.insert(index, chance.choice(lines))
     elif how == 1:
-        del lines[at]
-    elif how == 2 and b"=" in lines[at]:
-        lines[at] = lines[at].partition(b"=")[0] + b"= " + chance.choice(_TOML)
-    elif how == 3 and b": " in lines[at]:
-        lines[at] = lines[at].partition(b": ")[0] + b": " + chance.choice(_HEADERS)
+        del lines[index]
+    elif how == 2 and b"=" in lines[index]:
+        lines[index] = lines[index].partition(b"=")[0] + b"= " + chance.choice(_TOML)
+    elif how == 3 and b": " in lines[index]:
+        lines[index] = lines[index].partition(b": ")[0] + b": " + chance.choice(_HEADERS)
     else:
-        lines[at] = plain(lines[at] or b" ", len(lines[at]) + 32)
+        lines[index] = plain(lines[index] or b" ", len(lines[index]) + 32)
     return b"\n".join(lines)
 
 

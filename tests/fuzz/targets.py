@@ -153,8 +153,8 @@ def _read_policy_whole(data: bytes) -> Any:
 
 
 def _golden(*names: str) -> list[bytes]:
-    made = make.files()
-    return [data for path, data in sorted(made.items()) if path.startswith(names)]
+    files = make.files()
+    return [data for path, data in sorted(files.items()) if path.startswith(names)]
 
 
 def _weights(name: str, *values: int) -> Path:
@@ -179,7 +179,7 @@ def _read_delta(data: bytes) -> Any:
 
 
 def _deltas() -> list[bytes]:
-    found = []
+    results = []
     for values in ((0, 0, 0, 9, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
         after, path = _weights("after", *values), _scratch() / "seed.delta"
         write_delta(
@@ -189,8 +189,8 @@ def _deltas() -> list[bytes]:
             digest_before="0" * 64,
             digest_after=read_manifest(after).digest,
         )
-        found.append(path.read_bytes())
-    return found
+        results.append(path.read_bytes())
+    return results
 
 
 def _policies() -> list[bytes]:
@@ -200,53 +200,59 @@ def _policies() -> list[bytes]:
 
 
 def _configs() -> list[bytes]:
-    made = [path.read_bytes() for path in sorted((ROOT / "examples").glob("**/*.toml"))]
-    made += [path.read_bytes() for path in sorted((ROOT / "launch" / "templates").glob("*.toml"))]
+    datas = [path.read_bytes() for path in sorted((ROOT / "examples").glob("**/*.toml"))]
+    datas += [path.read_bytes() for path in sorted((ROOT / "launch" / "templates").glob("*.toml"))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.toml"
         path.write_text('[run]\nname="a"\nsteps=3\n[model]\npath="m"\n[task]\nkind="chars"\n')
-        made.append(dump_toml(load_config(path, [])).encode())
-    return made
+        datas.append(dump_toml(load_config(path, [])).encode())
+    return datas
 
 
 def _dead_letters() -> list[bytes]:
-    made = make.files()
-    header = dict(make.pairs_from_bytes(made["dead-letters/headers.txt"]))[HEADER]
-    return [header + b"\n" + made["dead-letters/value.bin"]]
+    files = make.files()
+    header = dict(make.pairs_from_bytes(files["dead-letters/headers.txt"]))[HEADER]
+    return [header + b"\n" + files["dead-letters/value.bin"]]
 
 
 def _glance(data: bytes) -> Any:
     """Both readers of a trajectory agree about it."""
     refused: SchemaError | None = None
-    whole: Trajectory | None = None
+    trajectory: Trajectory | None = None
     try:
-        whole = decode_trajectory(data)
+        trajectory = decode_trajectory(data)
     except SchemaError as error:
         refused = error
     try:
-        seen = view_trajectory(data)
+        observed_trajectory = view_trajectory(data)
     except SchemaError as error:
         assert refused is not None, f"one reader refuses what the other reads: {error}"
     else:
-        assert whole is not None, f"one reader reads what the other refuses: {refused}"
-        assert _said(seen) == _said(whole)
-        assert _plain(seen) == _plain(whole)
+        assert trajectory is not None, f"one reader reads what the other refuses: {refused}"
+        assert _said(observed_trajectory) == _said(trajectory)
+        assert _plain(observed_trajectory) == _plain(trajectory)
     if refused is not None:
         raise refused
-    return whole
+    return trajectory
 
 
-def _plain(one: Trajectory) -> tuple[Any, ...]:
-    return tuple(tuple(int(entry) for entry in entries) for entries in _integers(one))
+def _plain(trajectory: Trajectory) -> tuple[Any, ...]:
+    return tuple(tuple(int(entry) for entry in entries) for entries in _integers(trajectory))
 
 
-def _said(one: Trajectory) -> tuple[Any, ...]:
-    beside = (one.trajectory, one.version, one.digest, one.reward, one.meta)
-    return *beside, one.length, one.sampled, tuple(one.segments)
+def _said(trajectory: Trajectory) -> tuple[Any, ...]:
+    beside = (
+        trajectory.trajectory,
+        trajectory.version,
+        trajectory.digest,
+        trajectory.reward,
+        trajectory.meta,
+    )
+    return *beside, trajectory.length, trajectory.sampled, tuple(trajectory.segments)
 
 
-def _integers(one: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
-    return one.token_ids, one.loss_mask
+def _integers(trajectory: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
+    return trajectory.token_ids, trajectory.loss_mask
 
 
 _ALL: Final = (
@@ -270,7 +276,7 @@ _ALL: Final = (
     ),
     Target(
         name="trajectory",
-        read=_again(decode_trajectory, lambda one: encode_trajectory(one)[0]),
+        read=_again(decode_trajectory, lambda value: encode_trajectory(value)[0]),
         shape="frame",
         seeds=lambda: [one for one in _golden("trajectories/") if one[:4] == b"\x28\xb5\x2f\xfd"],
     ),
@@ -300,7 +306,7 @@ _ALL: Final = (
     ),
     Target(
         name="headers",
-        read=_again(_read_headers, lambda one: make.pairs_to_bytes(header_pairs(one))),
+        read=_again(_read_headers, lambda value: make.pairs_to_bytes(header_pairs(value))),
         shape="lines",
         seeds=lambda: _golden("trajectories/headers.txt"),
     ),

@@ -50,7 +50,7 @@ def test_mutations_reach_behind_the_first_check(target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("entry", "other"),
     [
         ("Invalid value 'a' (at $.kind)", "Invalid value 'it's `b` \"c\"' (at $.kind)"),
         ("Invalid value 'no end of it, it was cut", "Invalid value ''"),
@@ -58,9 +58,9 @@ def test_mutations_reach_behind_the_first_check(target: Target) -> None:
         ("metadata of 17 bytes is above 16", "metadata of -0x5 bytes is above 999999"),
     ],
 )
-def test_refusals_that_differ_in_what_the_input_says_are_one(one: str, other: str) -> None:
-    assert wording(one) == wording(other)
-    assert wording(one) != wording("Invalid value 'a' (at $.decisions[0].kind)")
+def test_refusals_that_differ_in_what_the_input_says_are_one(entry: str, other: str) -> None:
+    assert wording(entry) == wording(other)
+    assert wording(entry) != wording("Invalid value 'a' (at $.decisions[0].kind)")
 
 
 @pytest.mark.slow

@@ -38,12 +38,20 @@ CONTEXTS = (
 def branched(contexts: tuple[Context, ...] = CONTEXTS, calls: tuple[Call, ...] = ()) -> Trajectory:
     tiles: list[Segment] = []
     for kind, size in PIECES:
-        at = tiles[-1].end if tiles else 0
+        position = tiles[-1].end if tiles else 0
         tiles.append(
-            Segment(kind=kind, start=at, end=at + size, turn=0, start_ns=0, end_ns=1, version=3)
+            Segment(
+                kind=kind,
+                start=position,
+                end=position + size,
+                turn=0,
+                start_ns=0,
+                end_ns=1,
+                version=3,
+            )
         )
-    mask = [int(one.kind == "model") for one in tiles for _ in range(one.start, one.end)]
-    logprobs = [-0.5 - place if one else None for place, one in enumerate(mask)]
+    mask = [int(tile.kind == "model") for tile in tiles for _ in range(tile.start, tile.end)]
+    logprobs = [-0.5 - index if bit else None for index, bit in enumerate(mask)]
     return replace(
         PLAIN_TRAJECTORY,
         version=3,

@@ -72,7 +72,8 @@ def trajectory_files() -> dict[str, bytes]:
         "mixed": arrow_values.MIXED_TRAJECTORY,
     }
     return {
-        f"trajectories/{name}.arrow.zst": encode_trajectory(one)[0] for name, one in records.items()
+        f"trajectories/{name}.arrow.zst": encode_trajectory(record)[0]
+        for name, record in records.items()
     }
 
 
@@ -82,8 +83,8 @@ def files() -> dict[str, bytes]:
         arrow_values.DEAD_LETTER, max_record_bytes=RECORD_BYTES_MAX
     )
     return {
-        **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},
-        **{f"metrics/{kind_of(one)}.json": encode(one) for one in values.METRICS},
+        **{f"control/{kind_of(fact)}.json": encode(fact) for fact in values.CONTROL},
+        **{f"metrics/{kind_of(status)}.json": encode(status) for status in values.METRICS},
         "control/step-committed-dropped.json": encode(values.COMMITTED_DROPPED),
         "control/request-released-peer.json": encode(values.RELEASED_PEER),
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
@@ -112,8 +113,11 @@ def files() -> dict[str, bytes]:
         "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
         "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
-        **{f"control/step-committed-{name}.json": encode(one) for name, one in COMMITTED.items()},
-        **{f"control/run-started-{name}.json": encode(one) for name, one in STARTED.items()},
+        **{
+            f"control/step-committed-{name}.json": encode(entry)
+            for name, entry in COMMITTED.items()
+        },
+        **{f"control/run-started-{name}.json": encode(entry) for name, entry in STARTED.items()},
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),
         "control/role-started-draws.json": encode(later_values.ORCHESTRATOR_DRAWS),

@@ -20,9 +20,9 @@ from tests.support.user_run import assert_clean, call, call_here, furnish, steps
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish_agent(furnish(tmp_path_factory.mktemp("agent")))
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    return place
+    agent = furnish_agent(furnish(tmp_path_factory.mktemp("agent")))
+    assert call(agent, "run", "config.toml") == 0, (agent / "said").read_text()
+    return agent
 
 
 def test_what_the_script_was_told_is_what_the_log_has_each_token_once(place: Path) -> None:

@@ -46,11 +46,11 @@ def test_the_agents_of_the_page(
         directory=str(tmp_path),
         **agent,
     )
-    with stage(assets, says(assets, "hi<|im_end|>")) as one, TaskPool(task) as pool:
-        url, key = one.open("g-0/0")
+    with stage(assets, says(assets, "hi<|im_end|>")) as opened, TaskPool(task) as pool:
+        url, key = opened.open("g-0/0")
         call = AgentCall(request="g-0/0", split="train", index=0, base_url=url, api_key=key)
         ended = ask(pool, call)
     assert isinstance(ended, AgentEnded), ended
     assert ended.text == text
     assert (ended.rewarded.reward if ended.rewarded else None) == reward
-    assert [asked.api for asked in one.calls] == [api]
+    assert [asked.api for asked in opened.calls] == [api]

@@ -37,21 +37,21 @@ def alarms(progress: RunProgress) -> list[str]:
 
 @pytest.fixture
 def sound(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, make_config(run__steps=30), on_disk=False) as made:
-        yield made
+    with Cluster(tmp_path, make_config(run__steps=30), on_disk=False) as cluster:
+        yield cluster
 
 
 def test_sound_run_raises_no_alarm(sound: Cluster) -> None:
     progress = follow(sound)
-    said = []
+    texts = []
     while sound.roles:
         sound.tick()
-        said += alarms(progress)
+        texts += alarms(progress)
     # Those who left in order are not missed, however long ago that was.
     sound.clock.ns += 60 * 10**9
-    gone = [line for line in alarms(progress) if "ALARM w" in line]
+    removed = [line for line in alarms(progress) if "ALARM w" in line]
     progress.close()
-    assert (said, gone) == ([], [])
+    assert (texts, removed) == ([], [])
     assert len(progress.steps) == 30
 
 
@@ -68,12 +68,12 @@ def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
         first = [row.place.trajectory for row in machine.requests.by_key.values()]
         cluster.ticks(SECOND_TICKS // 2)
         assert alarms(progress) == []
-        said = []
+        texts = []
         for _ in range(40):
             cluster.ticks(SECOND_TICKS // 20)
-            said += alarms(progress)
+            texts += alarms(progress)
         progress.close()
-    rewards = [line for line in said if line.startswith("ALARM w0: ") and "rewards" in line]
+    rewards = [line for line in texts if line.startswith("ALARM w0: ") and "rewards" in line]
     assert len(rewards) == 1
     assert any(f"trajectory {name}" in rewards[0] for name in first)
 
@@ -87,7 +87,7 @@ def test_pause_that_a_user_asked_for_raises_no_alarm_while_it_lasts_or_after(
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         progress = follow(cluster)
         cluster.until(lambda: cluster.version == 2)
-        said: list[str] = []
+        texts: list[str] = []
         shown: list[str] = []
         for verb in ("pause", "resume"):
             command = Command(at_ns=cluster.clock.wall_ns(), user="ada", verb=verb)
@@ -95,12 +95,12 @@ def test_pause_that_a_user_asked_for_raises_no_alarm_while_it_lasts_or_after(
             cluster.bus.writer().append([record])
             for _ in range(60):
                 cluster.ticks(SECOND_TICKS // 20)
-                said += alarms(progress)
+                texts += alarms(progress)
                 screen = frame(progress, cluster.clock.wall_ns())
                 shown += [line.text for line in screen.waits.lines if "ALARM" in line.text]
             answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
-            said += answer.alarms
-        assert (said, shown) == ([], [])
+            texts += answer.alarms
+        assert (texts, shown) == ([], [])
         assert progress.over
         with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
             assert summarise(cluster.bus, cluster.topics, catalogue).alarms == ()
@@ -112,12 +112,12 @@ def test_dead_trainer_is_said_once_with_its_last_word(sound: Cluster) -> None:
     sound.until(lambda: sound.version == 2)
     assert alarms(progress) == []
     sound.kill("trainer")
-    said = []
+    texts = []
     for _ in range(30):
         sound.ticks(SECOND_TICKS // 10)
-        said += alarms(progress)
-    assert len(said) == 1
-    assert said[0].startswith("ALARM trainer: nothing heard for 1.")
+        texts += alarms(progress)
+    assert len(texts) == 1
+    assert texts[0].startswith("ALARM trainer: nothing heard for 1.")
     sound.start("trainer")
     sound.ticks(SECOND_TICKS // 2)
     assert alarms(progress) == []
@@ -133,16 +133,16 @@ def test_roles_of_a_run_that_halts_are_not_missed(tmp_path: Path) -> None:
 
     with Cluster(tmp_path, make_config(), on_disk=False, tasks=tasks) as cluster:
         progress = follow(cluster)
-        said: list[str] = []
+        request: list[str] = []
 
         def halted() -> bool:
-            said.extend(alarms(progress))
+            request.extend(alarms(progress))
             return ORCHESTRATOR not in cluster.roles
 
         cluster.until(halted)
         cluster.ticks(2 * SECOND_TICKS)
-        said += alarms(progress)
-        assert progress.halted and said == []
+        request += alarms(progress)
+        assert progress.halted and request == []
         progress.close()
 
 
@@ -171,11 +171,11 @@ def test_worker_that_left_is_not_missed_and_its_next_incarnation_is(sound: Clust
     sound.kill("w2")
     sound.ticks(SECOND_TICKS // 2)
     assert alarms(progress) == []
-    said = []
+    texts = []
     for _ in range(20):
         if not sound.roles:
             break
         sound.ticks(SECOND_TICKS // 10)
-        said += alarms(progress)
+        texts += alarms(progress)
     progress.close()
-    assert [line[:27] for line in said if "w2" in line] == ["ALARM w2: nothing heard for"]
+    assert [line[:27] for line in texts if "w2" in line] == ["ALARM w2: nothing heard for"]

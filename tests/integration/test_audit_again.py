@@ -51,7 +51,7 @@ def test_memory_of_an_audit_follows_what_is_open(recorded: RecordedRun) -> None:
     def note() -> None:
         ledger = auditor.books.ledger
         ended.append(len(ledger.accounts.groups) - len(ledger.accounts.open))
-        ended.append(sum(bool(one.departure) for one in ledger.accounts.workers.values()))
+        ended.append(sum(bool(worker.departure) for worker in ledger.accounts.workers.values()))
         old.extend([len(ledger.versions), len(ledger.steps), len(ledger.takes)])
 
     with (
@@ -153,7 +153,9 @@ def test_nothing_is_noted_of_a_log_that_does_not_hold(copy: RecordedRun) -> None
 
 def test_trajectories_behind_the_end_of_their_partition_are_one_line(copy: RecordedRun) -> None:
     _cut(copy.log, f"{copy.run}.trajectories", 5)
-    lines = [one.line for one in audited(copy).violations if "was cut" in one.line]
+    lines = [
+        violation.line for violation in audited(copy).violations if "was cut" in violation.line
+    ]
     assert lines
     assert len(lines) <= 3
     assert "records that were logged lie behind its end" in lines[0]
@@ -161,7 +163,7 @@ def test_trajectories_behind_the_end_of_their_partition_are_one_line(copy: Recor
 
 @pytest.mark.parametrize("held_back", [True, False])
 def test_log_that_holds_records_back_is_slow_and_not_cut(held_back: bool) -> None:
-    at = TopicPartition("t", 0)
+    partition = TopicPartition("t", 0)
 
     class Delayed(ReaderWrapper):
         polls = 0
@@ -175,7 +177,7 @@ def test_log_that_holds_records_back_is_slow_and_not_cut(held_back: bool) -> Non
             return 5 if self.polls > 2 * EMPTY_POLLS_MAX else 0
 
         def held_back(self) -> list[TopicPartition]:
-            return [at] if held_back else []
+            return [partition] if held_back else []
 
     class Slow(BusWrapper):
         def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
@@ -193,11 +195,11 @@ def _cut(log: Path, topic: str, records: int) -> None:
     """Remove the last records of every partition of a topic, as after an unclean election."""
     with sqlite3.connect(log) as connection:
         (number,) = connection.execute("SELECT id FROM topics WHERE name = ?", (topic,)).fetchone()
-        left: dict[int, int] = {}
-        for at, partition in _rows(connection, number):
-            if left.setdefault(partition, records) > 0:
-                left[partition] -= 1
-                connection.execute("DELETE FROM records WHERE at = ?", (at,))
+        remaining: dict[int, int] = {}
+        for index, partition in _rows(connection, number):
+            if remaining.setdefault(partition, records) > 0:
+                remaining[partition] -= 1
+                connection.execute("DELETE FROM records WHERE at = ?", (index,))
     connection.close()
 
 

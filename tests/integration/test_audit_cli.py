@@ -117,8 +117,8 @@ def test_without_bounds_every_step_is_replayed(call: Call, recorded: RecordedRun
     code, out, _ = call("replay", str(recorded.directory), "--json")
     assert code == 0
     steps = [json.loads(line) for line in out.splitlines()]
-    assert [one["step"] for one in steps] == list(range(STEPS))
-    assert all(one["equal"] and one["digest_replayed"] for one in steps)
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert all(step["equal"] and step["digest_replayed"] for step in steps)
 
 
 def test_steps_are_retrained_into_a_directory(
@@ -196,7 +196,7 @@ def test_best_policy_is_that_of_the_best_logged_evaluation_without_a_key(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     shown = json.loads(call("show", str(recorded.directory), "--json")[1])
-    means = {one["version"]: one["metrics"]["mean@1"]["value"] for one in shown["evaluations"]}
+    means = {row["version"]: row["metrics"]["mean@1"]["value"] for row in shown["evaluations"]}
     code, _, err = call("export", "policy", str(recorded.directory), "best", str(tmp_path / "m"))
     assert code == 0
     best = max(means, key=lambda version: (means[version], -version))
@@ -261,9 +261,9 @@ def test_config_file_that_is_not_the_logged_one_is_named_by_show_and_doctor(
     code, _, err = call("show", str(copy.directory), "7")
     assert code == 0
     assert (f"{key} is" in err) == (state != "ok"), err
-    for place in (copy.directory, file):
-        _, out, _ = call("doctor", "--config", str(place), "--json")
-        (row,) = [one for one in map(json.loads, out.splitlines()) if one["what"] == "config.toml"]
+    for location in (copy.directory, file):
+        _, out, _ = call("doctor", "--config", str(location), "--json")
+        (row,) = [row for row in map(json.loads, out.splitlines()) if row["what"] == "config.toml"]
         assert row["state"] == state
         assert (f"{key} is" in row["detail"]) == (state != "ok")
 
@@ -272,8 +272,8 @@ def test_what_an_audit_cannot_see_is_said_and_stands_in_the_docs(
     call: Call, recorded: RecordedRun
 ) -> None:
     _, out, _ = call("audit", str(recorded.directory), "--json")
-    said = json.loads(out)["cannot_see"]
+    text = json.loads(out)["cannot_see"]
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
-    assert said and [line for line in said if line not in page] == []
+    assert text and [line for line in text if line not in page] == []
     _, out, _ = call("audit", str(recorded.directory))
     assert "outside the scope of audit" in out

@@ -70,7 +70,7 @@ def _lines(report: AuditReport) -> str:
 @pytest.mark.parametrize(
     ("damaging", "check", "text"),
     DAMAGES,
-    ids=[f"{one.__name__}-{number}" for number, (one, _, _) in enumerate(DAMAGES)],
+    ids=[f"{entry.__name__}-{number}" for number, (entry, _, _) in enumerate(DAMAGES)],
 )
 def test_damage_is_named_by_its_own_check_and_ends_in_exit_code_5(
     copy: RecordedRun, damaging: Callable[[Tamper], str], check: str, text: str, mended: bool
@@ -81,12 +81,12 @@ def test_damage_is_named_by_its_own_check_and_ends_in_exit_code_5(
             log.mend()
     report = audited(copy)
     named = [
-        one
-        for one in report.violations
-        if one.check == check and subject in one.subject and text in one.message
+        violation
+        for violation in report.violations
+        if violation.check == check and subject in violation.subject and text in violation.message
     ]
     assert named, _lines(report)
-    chain = [one for one in report.violations if CHAIN in one.message]
+    chain = [violation for violation in report.violations if CHAIN in violation.message]
     assert bool(chain) == (damaging in BREAKS_THE_CHAIN and not mended), _lines(report)
     with pytest.raises(InvariantBroken) as broken:
         raise_if_broken(report)
@@ -124,7 +124,11 @@ def test_decisions_whose_end_was_cut_off_are_named_by_the_facts_that_answered_th
         log.remove(rows[-1])  # It stopped the run; the remaining log is that of a live run.
     report = audited(copy)
     assert not report.finished
-    lines = [one.line for one in report.violations if "but no decision stopped it" in one.line]
+    lines = [
+        violation.line
+        for violation in report.violations
+        if "but no decision stopped it" in violation.line
+    ]
     assert len(lines) == 3, _lines(report)
 
 
@@ -133,10 +137,10 @@ def test_facts_that_answer_no_decision_are_named(copy: RecordedRun) -> None:
         for row in log.rows("decisions")[-30:]:
             log.remove(row)
     report = audited(copy)
-    said = _lines(report)
-    assert "was never dispatched" in said
-    assert "but no decision assigned it" in said
-    assert "which no decision took" in said
+    lines = _lines(report)
+    assert "was never dispatched" in lines
+    assert "but no decision assigned it" in lines
+    assert "which no decision took" in lines
 
 
 def test_record_under_another_key_is_named(copy: RecordedRun) -> None:
@@ -159,7 +163,7 @@ def test_topic_with_other_partitions_than_the_run_has_is_named(copy: RecordedRun
         log.execute("INSERT INTO topics VALUES (99, 'recorded.more', 1, 1000)")
     log.close()
     report = audited(copy)
-    (line,) = [one.line for one in report.violations]
+    (line,) = [violation.line for violation in report.violations]
     assert "recorded.control: has other partitions than the run's" in line
     assert any("topic recorded.more is none" in note for note in report.notes)
 
@@ -170,13 +174,13 @@ def test_records_in_no_topic_and_in_no_partition_are_named_by_the_command(
     call = caller(monkeypatch, capsys)
     with sqlite3.connect(copy.log) as log:
         (control,) = log.execute("SELECT id FROM topics WHERE name = 'recorded.control'").fetchone()
-        for at in (77 << 52 | 3, control << 52 | 5 << 40 | 1):
-            log.execute("INSERT INTO records (at, key, value) VALUES (?, x'', x'')", (at,))
+        for position in (77 << 52 | 3, control << 52 | 5 << 40 | 1):
+            log.execute("INSERT INTO records (at, key, value) VALUES (?, x'', x'')", (position,))
     log.close()
     code, out, _ = call("audit", str(copy.directory), "--json")
     assert code == 5
-    said = [one["message"] for one in json.loads(out)["violations"]]
-    assert said == [
+    texts = [load["message"] for load in json.loads(out)["violations"]]
+    assert texts == [
         "records are in partition 5 of recorded.control, which has 1",
         "records have topic id 77, which the log does not define",
     ]

@@ -54,19 +54,19 @@ class Example:
 
     def fields(self) -> list[Field]:
         """Places of its fields, from the record on."""
-        found = [path for path in fields_of(self.plain()) if path[0] not in SEALED]
-        return [(*self.inside, *path) for path in found]
+        fields = [path for path in fields_of(self.plain()) if path[0] not in SEALED]
+        return [(*self.inside, *path) for path in fields]
 
     def left_out(self) -> list[Field]:
         """Places of the fields that it leaves out and a forger may put in."""
         plain = self.plain()
-        found = (name for name in LEFT_OUT.get(self.kind, ()) if name not in plain)
-        return [(*self.inside, name) for name in found]
+        result = (name for name in LEFT_OUT.get(self.kind, ()) if name not in plain)
+        return [(*self.inside, name) for name in result]
 
     def plain(self) -> dict[str, Any]:
         plain: Any = msgspec.json.decode(self.row.value)
-        for at in self.inside:
-            plain = plain[at]
+        for position in self.inside:
+            plain = plain[position]
         assert isinstance(plain, dict)
         return plain
 
@@ -75,10 +75,10 @@ class Example:
 
 
 def one_of_each(log: Tamper) -> dict[str, Example]:
-    found: dict[str, list[Example]] = {}
-    for one in _examples(log):
-        found.setdefault(one.kind, []).append(one)
-    return {kind: those[len(those) // 2] for kind, those in found.items()}
+    results: dict[str, list[Example]] = {}
+    for example in _examples(log):
+        results.setdefault(example.kind, []).append(example)
+    return {kind: those[len(those) // 2] for kind, those in results.items()}
 
 
 def _examples(log: Tamper) -> Iterator[Example]:
@@ -88,8 +88,8 @@ def _examples(log: Tamper) -> Iterator[Example]:
         plain = msgspec.json.decode(row.value)
         yield Example(kind="round", row=row)
         for part in ("observations", "decisions"):
-            for place, one in enumerate(plain.get(part, ())):
-                yield Example(kind=one["kind"], row=row, inside=(part, place))
+            for index, entry in enumerate(plain.get(part, ())):
+                yield Example(kind=entry["kind"], row=row, inside=(part, index))
 
 
 def all_of(example: Example) -> list[Field]:
@@ -115,7 +115,7 @@ def test_what_stands_only_once_in_the_log_passes(copy: RecordedRun) -> None:
             if forged:
                 forge(log, example.row, *forged)
     report = audited(copy)
-    assert report.holds, [one.line for one in report.violations]
+    assert report.holds, [violation.line for violation in report.violations]
 
 
 def test_page_lists_exactly_what_stands_only_once() -> None:
@@ -123,16 +123,16 @@ def test_page_lists_exactly_what_stands_only_once() -> None:
     section = page.partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     listed = {kind.strip(" `"): fields.replace("`", "").split(", ") for kind, fields in rows}
-    told = {kind: sorted(one.strip() for one in fields) for kind, fields in listed.items()}
-    assert told == {kind: sorted(fields.split()) for kind, fields in UNSEEN.items()}
+    replies = {kind: sorted(field.strip() for field in fields) for kind, fields in listed.items()}
+    assert replies == {kind: sorted(fields.split()) for kind, fields in UNSEEN.items()}
 
 
 def test_kinds_that_are_forged_are_those_that_the_page_speaks_of(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         kinds = one_of_each(log).keys()
     page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields recorded only once")[2]
-    told = page.partition("\n## ")[0]
-    assert [kind for kind in kinds if f"`{kind}`" not in told] == []
+    reply = page.partition("\n## ")[0]
+    assert [kind for kind in kinds if f"`{kind}`" not in reply] == []
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_every_other_field_is_named(copy: RecordedRun, tmp_path: Path) -> None:
         examples = one_of_each(log)
     passed: dict[str, list[str]] = {}
     for number, (kind, example) in enumerate(examples.items()):
-        for place, path in enumerate(all_of(example)):
-            forged = copy.copy(tmp_path / f"{number}-{place}")
+        for index, path in enumerate(all_of(example)):
+            forged = copy.copy(tmp_path / f"{number}-{index}")
             with Tamper(forged) as log:
                 forge(log, example.row, path)
             if audited(forged).holds:
@@ -171,11 +171,11 @@ def test_commit_that_excuses_what_is_missing_is_named(
         value = msgspec.json.encode(commit.plain() | changes, order="deterministic")
         log.put(replace(commit.row, value=value))
         log.mend()
-    lines = [one.line for one in audited(copy).violations]
+    lines = [violation.line for violation in audited(copy).violations]
     assert any(text in line for line in lines), lines
 
 
 def _take_of(log: Tamper) -> dict[str, Any]:
     step = one_of_each(log)["step-committed"].plain()["step"]
-    takes = (one.plain() for one in _examples(log) if one.kind == "take-batch")
-    return next(one for one in takes if one["step"] == step)
+    takes = (example.plain() for example in _examples(log) if example.kind == "take-batch")
+    return next(take for take in takes if take["step"] == step)

@@ -52,15 +52,15 @@ def test_copied_run_is_not_taken_for_the_one_that_was_audited(
     with sqlite3.connect(second / "log.sqlite") as log:
         log.execute("UPDATE records SET value = zeroblob(9) WHERE at >> 52 = 4")
     log.close()
-    code, _, said = call("audit", str(second))
+    code, _, text = call("audit", str(second))
     assert code == 5
-    assert said
+    assert text
 
 
 def test_follow_and_json_exclude_each_other(call: Call, recorded: RecordedRun) -> None:
-    code, _, said = call("audit", str(recorded.directory), "--follow", "--json")
+    code, _, text = call("audit", str(recorded.directory), "--follow", "--json")
     assert code == 2
-    assert "--follow" in said
+    assert "--follow" in text
 
 
 def _grown(recorded: RecordedRun, directory: Path, share: float) -> Path:
@@ -86,18 +86,21 @@ def _keep(connection: sqlite3.Connection, recorded: RecordedRun, share: float) -
 
     rounds = rows(topics.decisions)
     kept = rounds[: int(share * len(rounds))]
-    gone = [at for at, _ in rounds[len(kept) :]]
-    if gone:
+    removed = [key for key, _ in rounds[len(kept) :]]
+    if removed:
         control_next, named = decode_round(kept[-1][1]).control_next, set()
-        for at, value in rows(topics.control):
+        for key, value in rows(topics.control):
             fact = decode_control(value)
-            if at & OFFSETS >= control_next:
-                gone.append(at)
+            if key & OFFSETS >= control_next:
+                removed.append(key)
             elif isinstance(fact, TrajectoriesLogged):
-                named |= {one.partition << 40 | one.offset for one in fact.trajectories}
-        records = [at for at, _ in rows(topics.trajectories)]
-        gone += [at for at in records if at & (1 << 52) - 1 not in named]
-    connection.executemany("DELETE FROM records WHERE at = ?", [(at,) for at in gone])
+                named |= {
+                    trajectory.partition << 40 | trajectory.offset
+                    for trajectory in fact.trajectories
+                }
+        records = [key for key, _ in rows(topics.trajectories)]
+        removed += [key for key in records if key & (1 << 52) - 1 not in named]
+    connection.executemany("DELETE FROM records WHERE at = ?", [(key,) for key in removed])
 
 
 def test_following_audit_ends_with_the_run_and_says_what_it_finds_at_once(
@@ -116,11 +119,11 @@ def test_following_audit_ends_with_the_run_and_says_what_it_finds_at_once(
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(audit_module, "LINE_S", 0.0)
-    code, out, said = call("audit", str(directory), "--follow")
-    assert code == 0, out + said
+    code, out, text = call("audit", str(directory), "--follow")
+    assert code == 0, out + text
     assert len(slept) == 3
     assert "finished" in out
-    assert "violations" in said
+    assert "violations" in text
 
 
 def test_following_audit_that_is_interrupted_reports_what_it_has_seen(

@@ -10,10 +10,10 @@ from tests.support.tamper import Tamper
 
 
 def test_every_plan_of_a_real_log_is_made_again(copy: RecordedRun) -> None:
-    found = audited(copy)
-    assert found.holds
-    assert found.plans == found.rounds - sum(not one.planned for one in rounds_of(copy))
-    assert found.plans > 50
+    report = audited(copy)
+    assert report.holds
+    assert report.plans == report.rounds - sum(not entry.planned for entry in rounds_of(copy))
+    assert report.plans > 50
 
 
 def rounds_of(run: RecordedRun) -> list[Round]:
@@ -23,11 +23,11 @@ def rounds_of(run: RecordedRun) -> list[Round]:
 
 def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
-        rounds = [one for _, one in log.rounds()]
+        rounds = [entry for _, entry in log.rounds()]
         (forged, *_) = [
-            one.ordinal
-            for one in rounds[40:]
-            if any(isinstance(decision, TakeBatch) for decision in one.decisions)
+            entry.ordinal
+            for entry in rounds[40:]
+            if any(isinstance(decision, TakeBatch) for decision in entry.decisions)
         ]
 
         def change(decision: AnyDecision) -> AnyDecision:
@@ -37,26 +37,30 @@ def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: R
 
         assert log.decide_otherwise(change) == 1
         log.mend()
-    found = audited(copy)
-    (violation,) = found.violations
+    result = audited(copy)
+    (violation,) = result.violations
     assert (violation.check, violation.subject) == ("decisions", f"round {forged}")
     assert violation.found == "take-batch (reason I say so)"
 
 
 def test_a_request_that_waits_though_a_slot_was_free_is_named(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
-        found = log.rounds()
+        rounds = log.rounds()
         row, forged = next(
-            (row, one)
-            for row, one in found[20:]
-            if one.decisions
-            and isinstance(one.decisions[-1], Schedule)
-            and found[one.ordinal + 1][1].decisions == ()
+            (row, entry)
+            for row, entry in rounds[20:]
+            if entry.decisions
+            and isinstance(entry.decisions[-1], Schedule)
+            and rounds[entry.ordinal + 1][1].decisions == ()
         )
-        later_row, later = found[forged.ordinal + 1]
+        later_row, later = rounds[forged.ordinal + 1]
         *kept, last = forged.decisions
         log.rewrite(row, msgspec.structs.replace(forged, decisions=tuple(kept)))
         log.rewrite(later_row, msgspec.structs.replace(later, decisions=(last,)))
         log.mend()
-    named = {one.subject for one in audited(copy).violations if one.check == "decisions"}
+    named = {
+        violation.subject
+        for violation in audited(copy).violations
+        if violation.check == "decisions"
+    }
     assert f"round {forged.ordinal}" in named

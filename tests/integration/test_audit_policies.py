@@ -85,7 +85,7 @@ def _write(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("folder", ["weights", "contributions", "optimizer"])
 def test_missing_file_is_named(copy: RecordedRun, folder: str) -> None:
     with Tamper(copy) as log:
-        fact = next(one for _, one in log.facts(StepCommitted) if one.checkpoint is not None)
+        fact = next(entry for _, entry in log.facts(StepCommitted) if entry.checkpoint is not None)
     assert fact.checkpoint is not None
     contributed = fact.contributions.sha256
     name, subject = {
@@ -130,8 +130,8 @@ def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: Recorde
     )
     with Tamper(copy) as log:
         last = log.rows("control")[-1]
-        place = {**_plain(last), "offset": last.offset + 2, "key": b"trainer"}
-        log.put(Row(**{**place, "value": encode(adopted)}))
+        location = {**_plain(last), "offset": last.offset + 2, "key": b"trainer"}
+        log.put(Row(**{**location, "value": encode(adopted)}))
     bus = copy.open()
     try:
         report = audit(bus, copy.topics, copy.store)

@@ -44,19 +44,19 @@ def _decide(
     kind: type[One],
     change: Callable[[One], AnyDecision | None],
     *,
-    place: int = PLACE,
-    such: Callable[[One], bool] = lambda one: True,
+    index: int = PLACE,
+    such: Callable[[One], bool] = lambda value: True,
 ) -> One:
-    seen: list[One] = []
+    matched: list[One] = []
 
     def otherwise(decision: Any) -> Any:
         if not isinstance(decision, kind) or not such(decision):
             return decision
-        seen.append(decision)
-        return change(decision) if len(seen) == place + 1 else decision
+        matched.append(decision)
+        return change(decision) if len(matched) == index + 1 else decision
 
     assert log.decide_otherwise(otherwise) == 1
-    return seen[place]
+    return matched[index]
 
 
 def _spec(decision: Dispatch, **changes: Any) -> Dispatch:
@@ -69,8 +69,10 @@ def _of_training(decision: Dispatch | Schedule) -> bool:
 
 def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
     def damage(log: Tamper) -> str:
-        def change(one: Dispatch) -> Dispatch:
-            return _spec(one, **{name: to(getattr(one.spec, name)) for name, to in changes.items()})
+        def change(dispatch: Dispatch) -> Dispatch:
+            return _spec(
+                dispatch, **{name: to(getattr(dispatch.spec, name)) for name, to in changes.items()}
+            )
 
         return _decide(log, Dispatch, change, such=_of_training).spec.group
 
@@ -78,15 +80,15 @@ def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
 
 
 def _placed(attempt: int | None = None, **changes: Any) -> Callable[[Tamper], str]:
-    def change(one: Schedule) -> Schedule:
-        samples = list(one.samples)
+    def change(schedule: Schedule) -> Schedule:
+        samples = list(schedule.samples)
         if attempt is not None:
             samples[0] = msgspec.structs.replace(samples[0], attempt=attempt)
-        return msgspec.structs.replace(one, samples=tuple(samples), **changes)
+        return msgspec.structs.replace(schedule, samples=tuple(samples), **changes)
 
     def damage(log: Tamper) -> str:
-        place = _decide(log, Schedule, change, such=lambda one: one.samples[0].attempt == 1)
-        return place.requests()[0].trajectory
+        index = _decide(log, Schedule, change, such=lambda value: value.samples[0].attempt == 1)
+        return index.requests()[0].trajectory
 
     return damage
 
@@ -105,10 +107,10 @@ def _logged(entry: dict[str, Any], **changes: Any) -> Callable[[Tamper], str]:
 def _admitted_against_the_bound(log: Tamper) -> str:
     (moved,) = log.rounds()[-12:-11]
     specs = [
-        one
+        decision
         for _, round_ in log.rounds()
-        for one in round_.decisions
-        if isinstance(one, Dispatch) and _of_training(one)
+        for decision in round_.decisions
+        if isinstance(decision, Dispatch) and _of_training(decision)
     ]
     last = specs[-1].spec
     more = [
@@ -122,52 +124,62 @@ def _admitted_against_the_bound(log: Tamper) -> str:
 
 
 def _assigned_other_weights(log: Tamper) -> str:
-    one = _decide(log, Assign, lambda one: msgspec.structs.replace(one, digest=NOBODY), place=3)
-    return f"version {one.version}"
+    subject = _decide(
+        log, Assign, lambda value: msgspec.structs.replace(value, digest=NOBODY), index=3
+    )
+    return f"version {subject.version}"
 
 
 def _assigned_unpublished(log: Tamper) -> str:
-    _decide(log, Assign, lambda one: msgspec.structs.replace(one, version=99), place=3)
+    _decide(log, Assign, lambda value: msgspec.structs.replace(value, version=99), index=3)
     return "version 99"
 
 
 def _placed_on_a_fenced_worker(log: Tamper) -> str:
     fenced = next(
-        one for _, round_ in log.rounds() for one in round_.decisions if isinstance(one, Fence)
+        decision
+        for _, round_ in log.rounds()
+        for decision in round_.decisions
+        if isinstance(decision, Fence)
     )
     _decide(
         log,
         Schedule,
-        lambda one: msgspec.structs.replace(
-            one, worker=fenced.worker, incarnation=fenced.incarnation
+        lambda value: msgspec.structs.replace(
+            value, worker=fenced.worker, incarnation=fenced.incarnation
         ),
-        place=60,
+        index=60,
     )
     return fenced.worker
 
 
 def _another_batch(log: Tamper) -> str:
-    one = _decide(
-        log, TakeBatch, lambda one: msgspec.structs.replace(one, groups=one.groups[1:]), place=6
+    subject = _decide(
+        log,
+        TakeBatch,
+        lambda value: msgspec.structs.replace(value, groups=value.groups[1:]),
+        index=6,
     )
-    return f"step {one.step}"
+    return f"step {subject.step}"
 
 
 def _batch_under_another_attempt(log: Tamper) -> str:
-    one = _decide(log, TakeBatch, lambda one: msgspec.structs.replace(one, attempt=2), place=6)
-    return f"step {one.step}"
+    subject = _decide(
+        log, TakeBatch, lambda value: msgspec.structs.replace(value, attempt=2), index=6
+    )
+    return f"step {subject.step}"
 
 
 def _other_settings(log: Tamper) -> str:
-    one = _decide(
+    subject = _decide(
         log,
         TakeBatch,
-        lambda one: msgspec.structs.replace(
-            one, settings={**one.settings, "objective.kl_coef": 0.5}
+        lambda value: msgspec.structs.replace(
+            value, settings={**value.settings, "objective.kl_coef": 0.5}
         ),
-        place=6,
+        index=6,
     )
-    return f"step {one.step}"
+    return f"step {subject.step}"
 
 
 def _stopped_early(log: Tamper) -> str:
@@ -193,13 +205,13 @@ def _ended(outcome: str, which: str) -> Callable[[Tamper], str]:
     def damage(log: Tamper) -> str:
         commits = [fact for _, fact in log.facts(StepCommitted)]
         row, round_ = log.rounds()[100]
-        before = next(one for one in commits if one.step == 2)
+        before = next(commit for commit in commits if commit.step == 2)
         newest = max(
             (
-                one.spec.group
+                decision.spec.group
                 for _, earlier in log.rounds()[:100]
-                for one in earlier.decisions
-                if isinstance(one, Dispatch) and _of_training(one)
+                for decision in earlier.decisions
+                if isinstance(decision, Dispatch) and _of_training(decision)
             )
         )
         name = {"open": newest, "trained": before.groups[0].group, "strange": "g0000009999"}[which]
@@ -210,9 +222,9 @@ def _ended(outcome: str, which: str) -> Callable[[Tamper], str]:
     return damage
 
 
-def _fact(kind: type[One], place: int = 3, **changes: Any) -> Callable[[Tamper], str]:
+def _fact(kind: type[One], index: int = 3, **changes: Any) -> Callable[[Tamper], str]:
     def damage(log: Tamper) -> str:
-        row, fact = log.facts(kind)[place]
+        row, fact = log.facts(kind)[index]
         log.rewrite(row, msgspec.structs.replace(fact, **changes))
         return f"control:{row.offset}"
 
@@ -255,7 +267,7 @@ def _forged(
     kind: type[One], change: Callable[[One], dict[str, Any]], such: Callable[[One], bool]
 ) -> Callable[[Tamper], str]:
     def damage(log: Tamper) -> str:
-        row, fact = next(one for one in log.facts(kind) if such(one[1]))
+        row, fact = next(fact for fact in log.facts(kind) if such(fact[1]))
         log.rewrite(row, msgspec.structs.replace(fact, **change(fact)))
         return ""
 
@@ -295,12 +307,16 @@ def _joined_later(fact: WorkerReady) -> bool:
 RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "seed": (_dispatched(seed=lambda seed: seed + 1), "decisions", "wrong seed"),
     "prompt": (_dispatched(index=lambda row: row + 1), "decisions", "wrong index"),
-    "partition": (_dispatched(partition=lambda one: (one + 1) % 3), "decisions", "wrong partition"),
+    "partition": (
+        _dispatched(partition=lambda value: (value + 1) % 3),
+        "decisions",
+        "wrong partition",
+    ),
     "size": (_dispatched(size=lambda size: size - 1), "decisions", "wrong size"),
-    "deadline": (_dispatched(deadline=lambda one: one + 1), "decisions", "wrong deadline"),
+    "deadline": (_dispatched(deadline=lambda value: value + 1), "decisions", "wrong deadline"),
     "digest": (_dispatched(digest=lambda _: NOBODY), "C1", "with other weights than the published"),
     "stale stamp": (
-        _dispatched(version=lambda one: one - 1),
+        _dispatched(version=lambda value: value - 1),
         "decisions",
         "is not dispatched under the newest version",
     ),
@@ -342,27 +358,27 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     ),
     "temperature": (_forged_start(_hotter), "control", "not the one of its digest"),
     "seed of the run": (
-        _forged_start(lambda one: {"seed": one.seed + 1}),
+        _forged_start(lambda value: {"seed": value.seed + 1}),
         "control",
         "another run or seed",
     ),
     "first manifest's size": (
-        _forged_start(lambda one: {"policy": _larger(one.policy)}),
+        _forged_start(lambda value: {"policy": _larger(value.policy)}),
         "policies",
         "another size",
     ),
     "manifest's size": (
-        _forged_commit(lambda one: {"policy": _larger(one.policy)}),
+        _forged_commit(lambda value: {"policy": _larger(value.policy)}),
         "policies",
         "another size",
     ),
     "contributions' size": (
-        _forged_commit(lambda one: {"contributions": _larger(one.contributions)}),
+        _forged_commit(lambda value: {"contributions": _larger(value.contributions)}),
         "policies",
         "another size",
     ),
     "checkpoint's size": (
-        _forged_commit(lambda one: {"checkpoint": _larger(one.checkpoint)}, checkpoint=True),
+        _forged_commit(lambda value: {"checkpoint": _larger(value.checkpoint)}, checkpoint=True),
         "policies",
         "another size",
     ),
@@ -372,12 +388,12 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
         "but no decision placed it there",
     ),
     "version that was not assigned": (
-        _forged(WorkerReady, lambda one: {"version": 0}, _joined_later),
+        _forged(WorkerReady, lambda value: {"version": 0}, _joined_later),
         "control",
         "but no decision assigned it",
     ),
     "where to go on": (
-        _forged_commit(lambda one: {"decisions_next": one.decisions_next - 1}),
+        _forged_commit(lambda value: {"decisions_next": value.decisions_next - 1}),
         "batches",
         "another place to go on from",
     ),
@@ -393,10 +409,12 @@ def test_rule_that_was_broken_is_named(copy: RecordedRun, name: str) -> None:
         log.mend()
     report = audited(copy)
     named = [
-        one
-        for one in report.violations
-        if one.check == check and text in one.message and subject in one.line
+        violation
+        for violation in report.violations
+        if violation.check == check and text in violation.message and subject in violation.line
     ]
-    lines = "\n".join(one.line for one in report.violations)
+    lines = "\n".join(violation.line for violation in report.violations)
     assert named, f"{subject}\n{lines}"
-    assert not any("the chain is broken" in one.message for one in report.violations), lines
+    assert not any("the chain is broken" in violation.message for violation in report.violations), (
+        lines
+    )

@@ -81,8 +81,8 @@ def test_a_changed_step_is_measured_by_the_numbers_not_by_their_bytes(cluster: C
     (line,) = replay_steps(source, range(1), change)
     distances = distances_of(source, line.replayed)
     assert distances
-    assert all(0 < one.relative_max < 0.1 for one in distances)
-    assert all(one.differing <= one.elements for one in distances)
+    assert all(0 < distance.relative_max < 0.1 for distance in distances)
+    assert all(distance.differing <= distance.elements for distance in distances)
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
@@ -95,10 +95,10 @@ def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        wanted = list(pick(tables, 6, 5))
-        found = list(regenerate(bus, topics, store, tables, engine, wanted, params))
-    assert all(one.equal for one in found)
-    assert len(found) == 6
+        names = list(pick(tables, 6, 5))
+        results = list(regenerate(bus, topics, store, tables, engine, names, params))
+    assert all(result.equal for result in results)
+    assert len(results) == 6
 
 
 @pytest.mark.parametrize(

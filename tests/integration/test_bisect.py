@@ -29,14 +29,14 @@ Seen = dict[str, frozenset[str]]
 class Remembering(SimulatedLearner):
     """Knows which groups its weights were trained on."""
 
-    def __init__(self, seen: Seen, flavour: str = "") -> None:
+    def __init__(self, observed: Seen, flavour: str = "") -> None:
         super().__init__(flavour=flavour)
-        self.seen = seen
+        self.seen = observed
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         before = self.seen.get(self.manifest().digest, frozenset())
         result = super().train(batch, settings)
-        self.seen[self.manifest().digest] = before | {one.group for one in batch.groups}
+        self.seen[self.manifest().digest] = before | {group.group for group in batch.groups}
         return result
 
 
@@ -53,7 +53,7 @@ class Probe:
         assert weights.is_file()
         self.asked.append(digest)
         worse = self.bad and self.bad <= self.seen[digest]
-        return [float(at % 8 != 0) * (0.25 if worse else 1.0) for at in range(draws)]
+        return [float(index % 8 != 0) * (0.25 if worse else 1.0) for index in range(draws)]
 
 
 @dataclass
@@ -76,21 +76,21 @@ class Stage:
 @pytest.fixture
 def stage(copy: RecordedRun, tmp_path: Path) -> Iterator[Stage]:
     with closing(copy.open()) as bus:
-        seen: Seen = {}
+        observed: Seen = {}
         run = SourceRun(
             bus=bus,
             topics=copy.topics,
             store=PolicyStore(copy.store),
-            make=lambda started: Remembering(seen),
+            make=lambda started: Remembering(observed),
             clock=VirtualClock(),
         )
         history = run.history
-        seen[history.digest_of(0)] = frozenset()
+        observed[history.digest_of(0)] = frozenset()
         commits = list(read_commits(bus, run.topics, history.notes, run.clock))
         for commit in commits:
             groups = {group.group for group in commit.groups}
-            seen[commit.digest_after] = seen[history.digest_of(commit.step)] | groups
-        yield Stage(run, commits, seen, tmp_path)
+            observed[commit.digest_after] = observed[history.digest_of(commit.step)] | groups
+        yield Stage(run, commits, observed, tmp_path)
 
 
 def test_the_step_and_the_group_that_made_the_run_worse_are_named(stage: Stage) -> None:
@@ -98,10 +98,10 @@ def test_the_step_and_the_group_that_made_the_run_worse_are_named(stage: Stage) 
     bisected = stage.bisected(bad)
     fall = bisected.search(GOOD, BAD)
     assert fall.step == STEP
-    found = bisected.explain(fall, GOOD)
-    assert [one.name for one in found.cause] == [bad]
-    assert found.steps <= 20
-    assert found.proof is not None and found.proof.before == pytest.approx(0.21875)
+    explanation = bisected.explain(fall, GOOD)
+    assert [entry.name for entry in explanation.cause] == [bad]
+    assert explanation.steps <= 20
+    assert explanation.proof is not None and explanation.proof.before == pytest.approx(0.21875)
 
 
 def test_a_group_of_an_earlier_step_is_named_where_the_fall_came_later(stage: Stage) -> None:
@@ -109,8 +109,8 @@ def test_a_group_of_an_earlier_step_is_named_where_the_fall_came_later(stage: St
     bisected = stage.bisected(early, late)
     fall = bisected.search(GOOD, BAD)
     assert fall.step == STEP
-    found = bisected.explain(fall, GOOD)
-    assert len(found.cause) == 1 and found.cause[0].name in (early, late)
+    explanation = bisected.explain(fall, GOOD)
+    assert len(explanation.cause) == 1 and explanation.cause[0].name in (early, late)
 
 
 def test_versions_that_the_store_lacks_are_repeated(stage: Stage) -> None:

@@ -101,7 +101,7 @@ def talkative_tasks() -> InlineTasks:
 
 
 def _observe(tasks: InlineTasks, call: EnvStep) -> EnvObserved:
-    steps = sum(isinstance(one, EnvStep) and one.request == call.request for one in tasks.seen)
+    steps = sum(isinstance(step, EnvStep) and step.request == call.request for step in tasks.seen)
     drawn = int(sha256_hex(call.request.encode())[:8], 16)
     chance = Random(drawn)
     count = OBSERVED if drawn % 3 == 0 else 2
@@ -134,7 +134,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cluster.deaths.due = True
         with pytest.raises(Killed):
             cluster.run()
-        for name in [one for one in cluster.roles if one.startswith("w")]:
+        for name in [role for role in cluster.roles if role.startswith("w")]:
             cluster.restart(name)
         cluster.run()
         assert len(cluster.deaths.died) == 1
@@ -201,7 +201,7 @@ def test_every_command_reads_large_values_from_the_log(
     assert call("replay", copy)[0] == 0
     assert call("export", "parquet", copy, tmp_path / "all.parquet")[0] == 0
     tokens = pq.read_table(tmp_path / "all.parquet", columns=["token_ids"]).column(0)
-    assert max(len(one) for one in tokens.to_pylist()) * 4 > RECORD_BYTES_MAX
+    assert max(len(entry) for entry in tokens.to_pylist()) * 4 > RECORD_BYTES_MAX
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_value_that_is_gone_or_changed_is_one_line_of_audit(
 def trained(run: Path) -> tuple[Record, str]:
     """A claim of a trained group: its trajectory's id begins with g."""
     return next(
-        (one, digest)
-        for one, digest in blobs(run)
-        if dict(one.headers)["trajectory"].startswith(b"g")
+        (record, digest)
+        for record, digest in blobs(run)
+        if dict(record.headers)["trajectory"].startswith(b"g")
     )
 
 
@@ -251,11 +251,11 @@ def plan(run: Path, *, hours: float = 2.0) -> PrunePlan:
 def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Path) -> None:
     named = {digest for _, digest in blobs(copy)}
     (unreferenced,) = values(copy).keys() - named
-    found = plan(copy)
-    assert [(one.file.name, one.why) for one in found.candidates] == [
+    decisions = plan(copy)
+    assert [(candidate.file.name, candidate.why) for candidate in decisions.candidates] == [
         (f"{BLOBS}/{unreferenced}", "unreferenced")
     ]
-    assert (found.files, found.note) == (len(named) + 1, "")
+    assert (decisions.files, decisions.note) == (len(named) + 1, "")
     code, out, err = call("prune", copy)
     assert (code, unreferenced in out) == (0, False), "it is younger than an hour"
     code, out, err = call("prune", copy, "--blob-hours", "0", "--json")
@@ -271,13 +271,13 @@ def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Pat
 
 def test_young_value_stays_and_so_does_one_that_was_written_again(copy: Path) -> None:
     assert plan(copy, hours=AGE_MIN_S / 3600 - 0.01).candidates == ()
-    found = plan(copy)
-    (candidates,) = found.candidates
+    decisions = plan(copy)
+    (candidates,) = decisions.candidates
     path = copy / "policies" / candidates.file.name
     os.utime(path, ns=(1, 1))
-    found = plan(copy)
+    decisions = plan(copy)
     BlobFiles(path.parent).write(path.name, path.read_bytes())
-    assert prune_blobs(PolicyStore(copy / "policies"), found) == 0
+    assert prune_blobs(PolicyStore(copy / "policies"), decisions) == 0
     assert path.is_file()
 
 
@@ -285,7 +285,7 @@ def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Pa
     folder = copy / "policies" / BLOBS
     for name in (f".{'a' * 64}.0123", "notes.txt"):
         (folder / name).write_bytes(b"half")
-    candidates = {one.file.name.rpartition("/")[2] for one in plan(copy).candidates}
+    candidates = {candidate.file.name.rpartition("/")[2] for candidate in plan(copy).candidates}
     assert f".{'a' * 64}.0123" in candidates and "notes.txt" not in candidates
     assert len(candidates) == 2
 
@@ -293,16 +293,16 @@ def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Pa
 def test_values_of_records_that_retention_deleted_stay(copy: Path) -> None:
     named = {digest for _, digest in blobs(copy)}
     store, clock = PolicyStore(copy / "policies"), VirtualClock()
-    clock.ns += max(one.modified_ns for one in store.blobs()) + 2 * HOUR_NS - clock.wall_ns()
+    clock.ns += max(blob.modified_ns for blob in store.blobs()) + 2 * HOUR_NS - clock.wall_ns()
     with closing(SqliteBus(copy / "log.sqlite")) as bus:
         log = log_in_memory(bus)
     live = MemoryBus(log)
     for tp in ends_of(live, TOPICS.trajectories):
         log.delete_before(tp, live.end(tp))
-    found = plan_blobs(live, TOPICS, store, clock=clock)
-    assert found.candidates == ()
-    assert f"{len(named) + 1} blobs are left as they are: " in found.note
-    assert "the records from offset 0 on were deleted" in found.note
+    actual_blobs = plan_blobs(live, TOPICS, store, clock=clock)
+    assert actual_blobs.candidates == ()
+    assert f"{len(named) + 1} blobs are left as they are: " in actual_blobs.note
+    assert "the records from offset 0 on were deleted" in actual_blobs.note
 
 
 def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
@@ -311,8 +311,8 @@ def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
     unread = MemoryBus(MemoryLog())
     with pytest.raises(BusError):
         ends_of(unread, TOPICS.trajectories)
-    found = plan_blobs(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
-    assert (found.candidates, found.files) == ((), len(values(copy)))
+    blobs = plan_blobs(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
+    assert (blobs.candidates, blobs.files) == ((), len(values(copy)))
 
 
 class _Struck(BlobFiles):
@@ -336,17 +336,17 @@ def test_process_that_is_killed_between_value_and_record_leaves_what_prune_remov
     digest = sha256(LARGE).hexdigest()
     assert values(copy).keys() - before == {digest}
     assert audited(copy).holds
-    found = plan(copy)
-    assert digest in {one.file.name.rpartition("/")[2] for one in found.candidates}
-    assert prune_blobs(PolicyStore(copy / "policies"), found) == 2
-    assert values(copy).keys() == {one for _, one in blobs(copy)}
+    decisions = plan(copy)
+    assert digest in {candidate.file.name.rpartition("/")[2] for candidate in decisions.candidates}
+    assert prune_blobs(PolicyStore(copy / "policies"), decisions) == 2
+    assert values(copy).keys() == {entry for _, entry in blobs(copy)}
 
 
 def test_shared_store_says_how_old_its_values_are(tmp_path: Path) -> None:
     files = ArrowFiles(fs.LocalFileSystem(), str(tmp_path / "shared"))
     digest = sha256(LARGE).hexdigest()
     SharedBlobs(files, tmp_path / "here").write(digest, LARGE)
-    (one,) = PolicyStore(tmp_path / "here", files).blobs()
+    (listed,) = PolicyStore(tmp_path / "here", files).blobs()
     path = tmp_path / "shared" / BLOBS / digest
-    assert (one.name, one.bytes) == (f"{BLOBS}/{digest}", len(LARGE))
-    assert one.modified_ns == path.stat().st_mtime_ns
+    assert (listed.name, listed.bytes) == (f"{BLOBS}/{digest}", len(LARGE))
+    assert listed.modified_ns == path.stat().st_mtime_ns

@@ -42,31 +42,31 @@ def port(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[TaskPort]:
 def ask(port: TaskPort, effect: Any) -> Any:
     port.start(effect)
     end = time.monotonic() + DEADLINE_S
-    found: list[Any] = []
-    while not found and time.monotonic() < end:
-        found = port.poll()
-    return found[0]
+    results: list[Any] = []
+    while not results and time.monotonic() < end:
+        results = port.poll()
+    return results[0]
 
 
 def test_an_episode_of_calls_goes_from_ids_to_ids(port: TaskPort, tokenizer: Tokenizer) -> None:
     ready = ask(port, PromptCall(request="a", split="train", index=0))
     assert isinstance(ready, PromptReady)
-    named = " ".join(f"n{len(NUMBERS) - at} {number}" for at, number in enumerate(NUMBERS))
+    named = " ".join(f"n{len(NUMBERS) - index} {number}" for index, number in enumerate(NUMBERS))
     assert tokenizer.full_text(ready.token_ids) == (
         f"<|tools|> calculator <eos> <|user|> {named} <eos> <|assistant|>"
     )
     total, turns = NUMBERS[0], []
     for number in NUMBERS[1:]:
         turns.append([*tokenizer.ids(f"n1 call calculator {total} {number} "), 2])
-        seen = ask(port, EnvStep(request="a", token_ids=turns[-1]))
+        observed = ask(port, EnvStep(request="a", token_ids=turns[-1]))
         total = (total + number) % 100
-        assert isinstance(seen, EnvObserved)
-        assert (seen.tool, seen.ok, seen.done) == ("calculator", True, False)
-        assert tokenizer.full_text(seen.token_ids) == f"<|tool|> {total} <eos> <|assistant|>"
-        turns.append(list(seen.token_ids))
+        assert isinstance(observed, EnvObserved)
+        assert (observed.tool, observed.ok, observed.done) == ("calculator", True, False)
+        assert tokenizer.full_text(observed.token_ids) == f"<|tool|> {total} <eos> <|assistant|>"
+        turns.append(list(observed.token_ids))
     turns.append([*tokenizer.ids(f"answer {total}"), 2])
-    seen = ask(port, EnvStep(request="a", token_ids=turns[-1]))
-    assert (seen.done, list(seen.token_ids)) == (True, [])
+    observed = ask(port, EnvStep(request="a", token_ids=turns[-1]))
+    assert (observed.done, list(observed.token_ids)) == (True, [])
     scored = RewardCall(request="a", split="train", index=0, answer=turns[-1], turns=turns)
     assert ask(port, scored) == Rewarded(request="a", reward=1.0, raw=None, parts={})
 
@@ -75,9 +75,11 @@ def test_a_call_that_cannot_be_made_is_told_and_costs_a_turn(
     port: TaskPort, tokenizer: Tokenizer
 ) -> None:
     ask(port, PromptCall(request="a", split="train", index=0))
-    seen = ask(port, EnvStep(request="a", token_ids=[*tokenizer.ids("n1 call calculator 7"), 2]))
-    assert (seen.tool, seen.ok, seen.done) == ("calculator", False, False)
-    assert tokenizer.full_text(seen.token_ids).startswith("<|tool|> <unk>")
+    observed = ask(
+        port, EnvStep(request="a", token_ids=[*tokenizer.ids("n1 call calculator 7"), 2])
+    )
+    assert (observed.tool, observed.ok, observed.done) == ("calculator", False, False)
+    assert tokenizer.full_text(observed.token_ids).startswith("<|tool|> <unk>")
 
 
 def test_another_episode_of_the_row_that_is_told_the_same_turns_answers_with_the_same_tokens(
@@ -94,6 +96,6 @@ def test_another_episode_of_the_row_that_is_told_the_same_turns_answers_with_the
         assert ready.replayable
         heard.append([ready.token_ids])
         for turn in turns:
-            seen = ask(port, EnvStep(request=request, token_ids=turn))
-            heard[-1].append((list(seen.token_ids), seen.tool, seen.ok, seen.done))
+            observed = ask(port, EnvStep(request=request, token_ids=turn))
+            heard[-1].append((list(observed.token_ids), observed.tool, observed.ok, observed.done))
     assert heard[0] == heard[1]

@@ -64,7 +64,7 @@ def test_a_damaged_record_is_named_and_its_calls_are_missing(
 ) -> None:
     run, name = branched
     with Tamper(run) as log:
-        (row,) = [one for one in log.rows("trajectories") if one.key and _is(one, name)]
+        (row,) = [row for row in log.rows("trajectories") if row.key and _is(row, name)]
         log.put(replace(row, value=row.value[:-1]))
     code, out, err = call("sql", run.directory, "select count(*) as n from calls")
     assert (code, out.split()) == (5, ["n", "0"]), err
@@ -76,7 +76,7 @@ def test_audit_holds_the_counts_against_the_record(
 ) -> None:
     run, name = branched
     with Tamper(run) as log:
-        (report,) = [one for one in log.logged() if one[3].trajectory == name and one[3].calls]
+        (report,) = [fact for fact in log.logged() if fact[3].trajectory == name and fact[3].calls]
         log.log_otherwise(*report[:3], calls=len(ASKED) + 1)
         log.mend()
     code, out, _ = call("audit", run.directory, "--no-store")

@@ -49,8 +49,8 @@ def test_a_finished_run_is_saved_and_opened_without_its_log(
     path = tmp_path / FILE
     count = "select count(*) from steps"
     with closing(recorded.open()) as bus:
-        with closing(read_catalogue(bus, recorded.topics, path)) as made:
-            assert made.one(count) == (STEPS,)
+        with closing(read_catalogue(bus, recorded.topics, path)) as catalogue:
+            assert catalogue.one(count) == (STEPS,)
         assert path.is_file()
         monkeypatch.setattr("dora_pipe.ledger.reading.LivingCatalogue", None)
         with closing(read_catalogue(bus, recorded.topics, path)) as opened:
@@ -64,9 +64,9 @@ def test_a_living_catalogue_grows_with_its_log(recorded: RecordedRun) -> None:
             while living.advance():
                 living.refresh()
                 shares.append(living.follower.share)
-                found = living.catalogue.one("select count(*) from groups")
-                assert found is not None
-                groups.append(found[0])
+                result = living.catalogue.one("select count(*) from groups")
+                assert result is not None
+                groups.append(result[0])
         living.catalogue.close()
     assert shares == sorted(shares) and shares[-1] == 1.0
     assert groups == sorted(groups)

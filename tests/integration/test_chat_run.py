@@ -69,60 +69,60 @@ chat_template = "own.jinja"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish(tmp_path_factory.mktemp("chat"))
-    (place / "own.jinja").write_text(TEMPLATE)
-    (place / "asking.py").write_text(TASK)
-    text = (place / "config.toml").read_text()
+    directory = furnish(tmp_path_factory.mktemp("chat"))
+    (directory / "own.jinja").write_text(TEMPLATE)
+    (directory / "asking.py").write_text(TASK)
+    text = (directory / "config.toml").read_text()
     before, _, rest = text.partition("[model]")
     rest = "[sampling]" + rest.partition("[sampling]")[2]
     rest = rest.replace("max_tokens = 12", 'max_tokens = 40\nstop = ["e"]')
     rest = rest.replace("max_model_len = 64", "max_model_len = 256")
-    (place / "config.toml").write_text(before + CONFIG + rest)
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    return place
+    (directory / "config.toml").write_text(before + CONFIG + rest)
+    assert call(directory, "run", "config.toml") == 0, (directory / "said").read_text()
+    return directory
 
 
 def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> None:
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
     tokenizer = Tokenizer(place / "model")
-    begin, end = (tokenizer.backend.token_to_id(one) for one in ("<s>", "</s>"))
-    found = trajectories(place)
+    begin, end = (tokenizer.backend.token_to_id(entry) for entry in ("<s>", "</s>"))
+    actual_trajectories = trajectories(place)
     bridges = 0
-    for one in found:
-        assert one.reward is not None
-        prompt = one.token_ids[: one.meta.prompt_tokens]
+    for trajectory in actual_trajectories:
+        assert trajectory.reward is not None
+        prompt = trajectory.token_ids[: trajectory.meta.prompt_tokens]
         assert prompt[0] == begin and begin not in prompt[1:]
         text = tokenizer.full_text(prompt)
         assert text.startswith("<s>[system]be brief</s>[user]say ")
         assert text.endswith("</s>[assistant]")
-        turns = turns_of(one.segments, one.token_ids)
+        turns = turns_of(trajectory.segments, trajectory.token_ids)
         assert all(
             "\ufffd" in tokenizer.full_text(ids) or tokenizer.again(ids) == ids
             for _, ids in turns[::2]
         )  # text that is no UTF-8 is another one anyway
-        for (kind, said), (_, answer) in zip(turns[::2], turns[1::2], strict=False):
+        for (kind, message), (_, answer) in zip(turns[::2], turns[1::2], strict=False):
             assert kind == "model"
-            told = tokenizer.full_text(answer)
-            closed = "" if said[-1] == end else "</s>"
-            assert told.startswith(f"{closed}[user]no</s>[system]obey</s>")
-            assert sum(one == end for one in answer) == 1 + bool(closed)
+            reply = tokenizer.full_text(answer)
+            closed = "" if message[-1] == end else "</s>"
+            assert reply.startswith(f"{closed}[user]no</s>[system]obey</s>")
+            assert sum(entry == end for entry in answer) == 1 + bool(closed)
             bridges += 1
     assert bridges > 3
 
 
 def test_the_template_lies_with_the_run_and_its_digest_in_the_log(place: Path) -> None:
-    joined = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
-    assert len({one.template_digest for one in joined}) == 1
+    joined = [fact for fact in facts(place, "tiny") if isinstance(fact, WorkerJoined)]
+    assert len({worker.template_digest for worker in joined}) == 1
     assert len(joined[0].template_digest) == 64
-    started = next(one for one in facts(place, "tiny") if isinstance(one, RunStarted))
+    started = next(fact for fact in facts(place, "tiny") if isinstance(fact, RunStarted))
     with opened(str(place / "runs" / "tiny")) as run:
         assets = run.policies.assets(started.assets_digest)
         assert (assets / "chat_template.jinja").read_text() == TEMPLATE
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("rescore", "tiny"), "trajectories as recorded"),
         (("replay", "tiny", "--random", "4"), "4 of 4 trajectories bit-equal"),
@@ -130,9 +130,9 @@ def test_the_template_lies_with_the_run_and_its_digest_in_the_log(place: Path) -
     ],
 )
 def test_texts_and_turns_are_made_again_from_the_log(
-    words: tuple[str, ...], said: str, place: Path
+    words: tuple[str, ...], text: str, place: Path
 ) -> None:
     before = len((place / "said").read_text())
     assert call_here(place, *words) == 0, (place / "said").read_text()[before:]
-    found = (place / "said").read_text()[before:]
-    assert said in found and "differs:" not in found
+    result = (place / "said").read_text()[before:]
+    assert text in result and "differs:" not in result

@@ -64,7 +64,7 @@ class Churn:
         if len(living) > LIVING_MIN and (len(living) >= LIVING_MAX or self.chance.random() < 0.5):
             ends = [self.kill, self.retire, self.drain]
             self.chance.shuffle(ends)
-            happens = min(ends, key=lambda one: self.done.get(one.__name__, 0))
+            happens = min(ends, key=lambda value: self.done.get(value.__name__, 0))
         happens(self.chance.choice(living) if living else "")
         self.done[happens.__name__] = self.done.get(happens.__name__, 0) + 1
 
@@ -130,6 +130,8 @@ def test_episodes_that_can_be_told_again_survive_all_that(tmp_path: Path, kind: 
             if ORCHESTRATOR in cluster.roles:
                 churn.turn()
         assert clean(cluster).finished
-    said = sum(({id(one): one.requests.counts for one in machines}).values(), Counter[str]())
-    assert said["turns told again"] >= 10
-    assert said["progress unusable"] == 0
+    text = sum(
+        ({id(machine): machine.requests.counts for machine in machines}).values(), Counter[str]()
+    )
+    assert text["turns told again"] >= 10
+    assert text["progress unusable"] == 0

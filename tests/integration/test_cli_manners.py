@@ -74,8 +74,8 @@ def test_what_cannot_be_done_is_one_line_with_a_hint_and_leaves_nothing(
 ) -> None:
     (place / "mine").mkdir()
     there = sorted(place.rglob("*"))
-    found, _, err = call(*words.split())
-    assert found == code
+    result, _, err = call(*words.split())
+    assert result == code
     assert_one_line_and_hint(err, line.format(place=place), hint)
     assert sorted(place.rglob("*")) == there
 
@@ -94,8 +94,8 @@ def test_unknown_key_of_a_file_is_named_with_the_nearest_one(place: Path, call: 
 def test_what_is_missing_stops_before_anything_starts(
     place: Path, call: Call, words: str, code: int, named: str
 ) -> None:
-    found, _, err = call(*words.split())
-    assert found == code
+    result, _, err = call(*words.split())
+    assert result == code
     assert named in err and "Traceback" not in err
     assert not (place / "runs" / "small" / "config.toml").exists()
 
@@ -167,7 +167,7 @@ def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Ca
         json.loads(line)["record"]
         for line in call("log", "read", "small", "--json")[1].split("\n")[:-1]
     ]
-    assert [(one["verb"], one["args"]) for one in records] == [
+    assert [(record["verb"], record["args"]) for record in records] == [
         ("set", {"staleness.max_staleness": 3, "run.steps": 9}),
         ("drain", {"worker": "w1"}),
     ]
@@ -228,9 +228,9 @@ def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, call: 
 def test_every_command_that_takes_a_run_takes_where_runs_lie() -> None:
     group: Any = get_command(app)
     taking = {
-        name: {option for param in one.params for option in param.opts}
-        for name, one in group.commands.items()
-        if any(param.name == "run" for param in one.params)
+        name: {option for param in command.params for option in param.opts}
+        for name, command in group.commands.items()
+        if any(param.name == "run" for param in command.params)
     }
     assert {"show", "audit", "set"} <= set(taking)
     assert [name for name, options in taking.items() if "--runs" not in options] == []

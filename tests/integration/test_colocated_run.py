@@ -44,7 +44,7 @@ def test_it_sleeps_for_every_step_and_the_audit_is_clean(cluster: Cluster) -> No
     report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert report.holds, [violation.line for violation in report.violations]
     ledger = build_ledger(cluster.bus, cluster.topics)
-    colocated = [one.joined.colocated for one in ledger.accounts.workers.values()]
+    colocated = [worker.joined.colocated for worker in ledger.accounts.workers.values()]
     assert sorted(colocated) == [False, True]
     with closing(read_catalogue(cluster.bus, cluster.topics)) as tables:
         sql = "select count(*) from served_versions where worker = 'w1' and version = -1"
@@ -64,7 +64,7 @@ def test_steps_and_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        found = list(
+        results = list(
             regenerate(bus, topics, store, tables, engine, list(pick(tables, 6, 5)), params)
         )
-    assert len(found) == 6 and all(one.equal for one in found)
+    assert len(results) == 6 and all(result.equal for result in results)

@@ -44,23 +44,28 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(config)
     (tmp_path / "lessons.py").write_text(LESSONS)
     (tmp_path / "judge.py").write_text(JUDGE)
-    rows = [{"prompt": f"say {place}: ", "answer": kind} for place, kind in enumerate(KINDS)]
+    rows = [{"prompt": f"say {index}: ", "answer": kind} for index, kind in enumerate(KINDS)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 
-def dispatches(place: Path) -> list[Dispatch]:
-    with opened(str(place / "runs" / "tiny")) as run:
-        rounds = [at.round for at in read_rounds(run.bus, run.topics)]
-    found = [one for round_ in rounds for one in round_.decisions if isinstance(one, Dispatch)]
-    return [one for one in found if one.spec.purpose == "train"]
+def dispatches(path: Path) -> list[Dispatch]:
+    with opened(str(path / "runs" / "tiny")) as run:
+        rounds = [entry.round for entry in read_rounds(run.bus, run.topics)]
+    results = [
+        decision
+        for round_ in rounds
+        for decision in round_.decisions
+        if isinstance(decision, Dispatch)
+    ]
+    return [result for result in results if result.spec.purpose == "train"]
 
 
-def said(place: Path, *words: str) -> tuple[int, str]:
+def said(path: Path, *words: str) -> tuple[int, str]:
     """Exit code of a command and what it said."""
-    (place / "said").write_bytes(b"")
-    code = call(place, *words)
-    return code, (place / "said").read_text()
+    (path / "said").write_bytes(b"")
+    code = call(path, *words)
+    return code, (path / "said").read_text()
 
 
 @pytest.mark.slow
@@ -78,7 +83,7 @@ def test_a_sampler_prefers_what_is_half_solved_across_a_kill_and_a_mistake(place
     code, words = said(place, "run", "runs/tiny", "--resume")
     assert code == 0, words
     assert len(steps(place, "tiny")) == 40
-    late = Counter(KINDS[one.spec.index] for one in dispatches(place)[30:])
+    late = Counter(KINDS[dispatch.spec.index] for dispatch in dispatches(place)[30:])
     assert late["half"] > 2 * late["hopeless"] > 0 and late["half"] > 2 * late["easy"], late
     code, words = said(place, "audit", "runs/tiny")
     assert code == 0 and "rows were drawn again" not in words, words

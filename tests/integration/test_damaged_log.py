@@ -105,9 +105,14 @@ def test_pages_lost_in_the_middle_end_who_reads_there(
     with copy.log.open("r+b") as file:
         file.seek(size // 3)
         file.write(bytes(size // 3))
-    at = TopicPartition(copy.topics.trajectories, 0)
+    partition = TopicPartition(copy.topics.trajectories, 0)
     bus = copy.open()
-    with closing(bus), closing(bus.reader({at: 0})) as reader, pytest.raises(LogDamaged), limited():
+    with (
+        closing(bus),
+        closing(bus.reader({partition: 0})) as reader,
+        pytest.raises(LogDamaged),
+        limited(),
+    ):
         while retry_bus("reading", lambda: reader.poll(timeout_s=0.0), SystemClock()):
             pass
 

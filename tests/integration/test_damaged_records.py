@@ -65,7 +65,7 @@ def test_show_says_so_and_ends_with_exit_code_5(
     assert code == 5
     assert f"error: {name}: " in err and text in err
     description = json.loads(out)
-    (bound,) = [one for one in description["records"] if one["status"] == "bound"]
+    (bound,) = [row for row in description["records"] if row["status"] == "bound"]
     assert text in bound["found"]
     assert "segments" not in description
 
@@ -98,13 +98,13 @@ def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
     run, name, text = damaged
     with OtlpEndpoint() as endpoint:
         code, _, err = call("export", "traces", str(run.directory), endpoint.address, *words)
-        own = [one for one in endpoint.spans if one.attributes.get(names.TRAJECTORY) == name]
-        whole = {one.attributes.get(names.TRAJECTORY) for one in endpoint.spans}
+        own = [span for span in endpoint.spans if span.attributes.get(names.TRAJECTORY) == name]
+        full = {span.attributes.get(names.TRAJECTORY) for span in endpoint.spans}
     assert code == 5
     assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
     assert "damaged, their traces contain events only" in err
-    assert own and not any(one.stage == "segment" for one in own)
-    assert len(whole) > 200, "the sound ones were sent"
+    assert own and not any(span.stage == "segment" for span in own)
+    assert len(full) > 200, "the sound ones were sent"
 
 
 def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
@@ -130,9 +130,9 @@ def test_excerpts_come_from_sound_records(damaged: tuple[RecordedRun, str, str])
     run, name, _ = damaged
     asked = parse_query(f"/texts?q={group_of(name)}")
     with source_of(run, decode=str) as source, view_of_log(source) as view:
-        found = samples.texts(view, source, asked)
-    assert name not in found
-    assert all(prompt and response for prompt, response in found.values())
+        texts = samples.texts(view, source, asked)
+    assert name not in texts
+    assert all(prompt and response for prompt, response in texts.values())
 
 
 def test_regeneration_does_not_take_another_record_for_it(
@@ -153,9 +153,9 @@ def test_batch_that_is_measured_is_the_one_that_was_trained(copy: RecordedRun) -
         name = damage.change_token_and_record(log)
         commits = [fact for _, fact in log.facts(StepCommitted)]
     commit = next(
-        one
-        for one in commits
-        for group in one.groups
+        commit
+        for commit in commits
+        for group in commit.groups
         if name in [taken.trajectory for taken in group.trajectories]
     )
     bus = copy.open()

@@ -47,24 +47,24 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish(tmp_path_factory.mktemp("data"))
-    (place / "own.jinja").write_text(TEMPLATE)
-    TYPED["rows.parquet"](place / "rows.parquet", ROWS)
-    text = (place / "config.toml").read_text()
+    directory = furnish(tmp_path_factory.mktemp("data"))
+    (directory / "own.jinja").write_text(TEMPLATE)
+    TYPED["rows.parquet"](directory / "rows.parquet", ROWS)
+    text = (directory / "config.toml").read_text()
     before, _, rest = text.partition("[model]")
     rest = "[sampling]" + rest.partition("[sampling]")[2]
-    (place / "config.toml").write_text(before + TASK + rest)
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    return place
+    (directory / "config.toml").write_text(before + TASK + rest)
+    assert call(directory, "run", "config.toml") == 0, (directory / "said").read_text()
+    return directory
 
 
 def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Path) -> None:
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
-    said = (place / "said").read_text()
-    assert "step    2  reward" in said
-    assert "evaluation of version 3" in said
-    started = next(one for one in facts(place, "tiny") if isinstance(one, RunStarted))
+    text = (place / "said").read_text()
+    assert "step    2  reward" in text
+    assert "evaluation of version 3" in text
+    started = next(fact for fact in facts(place, "tiny") if isinstance(fact, RunStarted))
     assert started.dataset_rows + started.eval_rows == 32
     assert 4 <= started.eval_rows <= 16
     assert call_here(place, "rescore", "tiny") == 0

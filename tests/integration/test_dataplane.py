@@ -22,10 +22,10 @@ def test_every_plane_has_a_row_and_leaves_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["dataplane", "--tokens", "64", "--seconds", "0.1", "--repeats", "1", "--json"]
-    said = CliRunner().invoke(app, words)
-    assert said.exit_code == 0, said.output
-    assert said.stderr == "64 tokens\n"
-    (row,) = (json.loads(line) for line in said.stdout.splitlines())
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "64 tokens\n"
+    (row,) = (json.loads(line) for line in result.stdout.splitlines())
     assert_sound(row)
     assert row["plane"] == "sqlite"
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from tests.support.user_run import furnish
 def test_run_without_deepspeed_is_one_line_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = furnish(tmp_path)
+    directory = furnish(tmp_path)
     find_spec = importlib.util.find_spec
 
     def without(name: str, package: str | None = None) -> Any:
@@ -23,9 +23,9 @@ def test_run_without_deepspeed_is_one_line_and_leaves_nothing_behind(
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ConfigError, match="needs deepspeed, which is not installed") as caught:
         run(
-            place / "config.toml",
+            directory / "config.toml",
             override=["trainer.kind=deepspeed", "trainer.ranks=2"],
-            root=place / "runs",
+            root=directory / "runs",
         )
     assert caught.value.exit_code == 3
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()

@@ -51,11 +51,11 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def commits(cluster: Cluster) -> list[StepCommitted]:
     control = TopicPartition(cluster.topics.control, 0)
-    found = [
-        decode_control(one.value)
-        for one in records_of(cluster.bus, {control: cluster.bus.end(control)})
+    controls = [
+        decode_control(record.value)
+        for record in records_of(cluster.bus, {control: cluster.bus.end(control)})
     ]
-    return [one for one in found if isinstance(one, StepCommitted)]
+    return [event for event in controls if isinstance(event, StepCommitted)]
 
 
 def digests_of(cluster: Cluster) -> list[str]:
@@ -69,22 +69,22 @@ def store_alone(cluster: Cluster, directory: Path) -> PolicyStore:
 
 
 def test_the_commits_say_what_of_each_version_lies_in_the_store(over: Cluster) -> None:
-    found = commits(over)
-    assert [one.full for one in found] == [
-        (one.step + 1) % 4 == 0 or (one.step + 1) % 6 == 0 for one in found
+    actual_commits = commits(over)
+    assert [commit.full for commit in actual_commits] == [
+        (commit.step + 1) % 4 == 0 or (commit.step + 1) % 6 == 0 for commit in actual_commits
     ]
-    for one in found:
-        assert one.delta is not None
-        assert one.metrics.keys() >= OF_DELTAS
-        assert over.store.has_whole(one.digest_after) == one.full
-        path = over.store.root / delta_name(one.digest_after)
-        assert path.stat().st_size == one.delta.bytes
+    for event in actual_commits:
+        assert event.delta is not None
+        assert event.metrics.keys() >= OF_DELTAS
+        assert over.store.has_whole(event.digest_after) == event.full
+        path = over.store.root / delta_name(event.digest_after)
+        assert path.stat().st_size == event.delta.bytes
 
 
 def test_audit_holds_and_does_not_look_at_copies(over: Cluster) -> None:
     before = over.store.everything()
-    found = audit(over.bus, over.topics, over.store)
-    assert not found.violations
+    report = audit(over.bus, over.topics, over.store)
+    assert not report.violations
     assert over.store.everything() == before
 
 
@@ -94,23 +94,23 @@ def test_steps_are_replayed_bit_by_bit(over: Cluster) -> None:
 
 def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path: Path) -> None:
     store = store_alone(over, tmp_path / "p")
-    told: list[Rebuilt] = []
+    rebuilts: list[Rebuilt] = []
     rebuilder = SourceRun(
         bus=over.bus,
         topics=over.topics,
         store=store,
         make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
-        on_rebuilt=told.append,
+        on_rebuilt=rebuilts.append,
     )
     for version, digest in enumerate(digests_of(over)):
         assert rebuilder.weights(version).is_file()
         assert store.verify(digest).digest == digest
-    assert not told
+    assert not rebuilts
 
 
 def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:
-    store, told, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
+    store, reply, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
     damaged = store.root / delta_name(digests[2])
     damaged.write_bytes(damaged.read_bytes()[:-1])
     rebuilder = SourceRun(
@@ -119,10 +119,10 @@ def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_pa
         store=store,
         make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
-        on_rebuilt=told.append,
+        on_rebuilt=reply.append,
     )
     rebuilder.weights(3)
-    assert [one.version for one in told] == [3]
+    assert [entry.version for entry in reply] == [3]
     assert store.verify(digests[3]).digest == digests[3]
 
 
@@ -140,11 +140,11 @@ def test_audit_names_what_is_wrong_with_a_delta(over: Cluster, tmp_path: Path, c
         path.write_bytes((store.root / delta_name(digests[2])).read_bytes())
     else:
         (store.root / weights_name(digests[4])).unlink()
-    said = [one.line for one in audit(over.bus, over.topics, store).violations]
-    assert said
+    lines = [violation.line for violation in audit(over.bus, over.topics, store).violations]
+    assert lines
     subject = "version 4" if case == "whole lost" else "delta of version 3"
-    assert subject in said[0]
-    assert len(said) == 1, said
+    assert subject in lines[0]
+    assert len(lines) == 1, lines
 
 
 def test_prune_takes_copies_and_leaves_what_versions_are_made_of(
@@ -155,9 +155,9 @@ def test_prune_takes_copies_and_leaves_what_versions_are_made_of(
     plan = plan_prune(
         over.bus, over.topics, store, keep_every=1, stopped=False, clock=VirtualClock(), keep=(2,)
     )
-    assert {one.why for one in plan.candidates} == {"copy", "retention"}
-    for one in plan.candidates:
-        store.remove(one.file)
+    assert {candidate.why for candidate in plan.candidates} == {"copy", "retention"}
+    for candidate in plan.candidates:
+        store.remove(candidate.file)
     assert 3 in plan.versions and 2 not in plan.versions
     kept = sorted(set(range(STEPS + 1)) - set(plan.versions))
     for version in kept:
@@ -190,7 +190,7 @@ def test_a_run_that_drops_versions_keeps_what_the_kept_ones_are_made_of(
         assert not audit(cluster.bus, cluster.topics, store).violations
         where = (cluster.bus, cluster.topics, store)
         plan = plan_prune(*where, keep_every=0, stopped=False, clock=VirtualClock())
-        assert {one.why for one in plan.candidates} == {"copy"}
+        assert {candidate.why for candidate in plan.candidates} == {"copy"}
         prune(*where, plan, user="somebody", clock=VirtualClock())
         for version in history.kept:
             assert store.verify(digests[version]).digest == digests[version]

@@ -33,8 +33,8 @@ def name_of(root: Path, *override: str) -> str:
     before = set(root.iterdir())
     with pytest.raises(_Stop):
         demo(root=root, override=list(override))
-    (made,) = set(root.iterdir()) - before
-    return made.name
+    (created,) = set(root.iterdir()) - before
+    return created.name
 
 
 @pytest.mark.usefixtures("begun")

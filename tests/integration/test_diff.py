@@ -19,19 +19,19 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return caller(monkeypatch, capsys)
 
 
-def diffed(call: Call, one: RecordedRun, other: RecordedRun) -> dict[str, Any]:
-    code, out, err = call("diff", one.directory, other.directory, "--json")
+def diffed(call: Call, run: RecordedRun, other: RecordedRun) -> dict[str, Any]:
+    code, out, err = call("diff", run.directory, other.directory, "--json")
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def test_a_run_does_not_differ_from_its_copy(
     recorded: RecordedRun, copy: RecordedRun, call: Call
 ) -> None:
-    found = diffed(call, recorded, copy)
-    assert (found["config"], found["made_of"], found["partings"]) == ({}, {}, [])
-    assert found["compared"]["trajectory"] > 200
+    result = diffed(call, recorded, copy)
+    assert (result["config"], result["made_of"], result["partings"]) == ({}, {}, [])
+    assert result["compared"]["trajectory"] > 200
     code, out, _ = call("diff", recorded.directory, copy.directory)
     assert code == 0
     assert out.startswith("no difference in ")
@@ -42,8 +42,8 @@ def test_a_planted_trajectory_is_the_first_record(
 ) -> None:
     with Tamper(copy) as log:
         name = damage.forge_evaluation(log)
-    found = diffed(call, recorded, copy)
-    assert [(one["kind"], one["name"]) for one in found["partings"]] == [("trajectory", name)]
+    result = diffed(call, recorded, copy)
+    assert [(row["kind"], row["name"]) for row in result["partings"]] == [("trajectory", name)]
     code, out, _ = call("diff", recorded.directory, copy.directory)
     assert code == 0
     first, *_ = out.splitlines()

@@ -59,7 +59,7 @@ def finished(running: Cluster, kill_at: int) -> list[StepCommitted]:
 
 
 def mean(commits: list[StepCommitted]) -> float:
-    return sum(one.metrics["teacher_kl"] for one in commits) / len(commits)
+    return sum(commit.metrics["teacher_kl"] for commit in commits) / len(commits)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,9 @@ def test_student_comes_near_its_teacher(by_directory: Cluster) -> None:
     assert len(commits) == STEPS
     assert mean(commits[:2]) > 0.3
     assert mean(commits[-4:]) < mean(commits[:2]) / 2
-    for one in commits:
-        assert one.settings["objective.teacher_weight"] == 1.0
-        assert one.metrics["without_gradient"] == one.metrics["masked"]
+    for commit in commits:
+        assert commit.settings["objective.teacher_weight"] == 1.0
+        assert commit.metrics["without_gradient"] == commit.metrics["masked"]
 
 
 def test_steps_of_a_directory_come_out_bit_for_bit_and_the_teacher_is_computed_again(
@@ -92,7 +92,7 @@ def test_steps_of_a_directory_come_out_bit_for_bit_and_the_teacher_is_computed_a
     assert [line.equal for line in lines] == [True] * STEPS
     row = lines[0].replayed.contributions_committed
     rows = read_contributions(by_directory.store.blob("contributions", row))
-    assert all(len(one[TEACHER]) == one["tokens"] for one in rows)
+    assert all(len(row[TEACHER]) == row["tokens"] for row in rows)
 
 
 def test_another_directory_is_named_by_replay(
@@ -125,7 +125,7 @@ def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
         commits = finished(running, 2)
         asked = len(there.asked)
     with running:
-        assert {one.numerics["teacher"] for one in commits} == {"endpoint big"}
+        assert {commit.numerics["teacher"] for commit in commits} == {"endpoint big"}
         lines = again(running, 0, 5)
         assert [line.equal for line in lines] == [True] * 5, [line.metrics for line in lines]
         assert asked == len(there.asked) > 0
@@ -150,6 +150,6 @@ def test_run_without_a_teacher_does_not_take_a_weight_for_one(
         running.run()
         report = audit(running.bus, running.topics, running.store.root)
         assert report.holds, [violation.line for violation in report.violations]
-        for one in commits_of(running):
-            assert one.settings["objective.kind"] == "grpo"
-            assert "teacher" not in one.numerics
+        for event in commits_of(running):
+            assert event.settings["objective.kind"] == "grpo"
+            assert "teacher" not in event.numerics

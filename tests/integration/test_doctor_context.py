@@ -53,14 +53,14 @@ def config(model: Path, data: Path, lengths: list[int], **sections: Any) -> Conf
 
 
 def found(config: Config) -> dict[str, CheckResult]:
-    return {one.what: one for one in context_findings(config)}
+    return {finding.what: finding for finding in context_findings(config)}
 
 
 def test_prompts_that_fit_are_ok(model: Path, tmp_path: Path) -> None:
     rows = found(config(model, tmp_path / "d.jsonl", [3, 44, 9]))
     assert (rows["context"].state, rows["context"].detail) == ("ok", "64 tokens, by torch")
-    said = "3 of 3 checked, up to 44 tokens with room for max_tokens"
-    assert rows["prompts, train"] == CheckResult("ok", "prompts, train", said)
+    text = "3 of 3 checked, up to 44 tokens with room for max_tokens"
+    assert rows["prompts, train"] == CheckResult("ok", "prompts, train", text)
 
 
 def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_that_do_not_fit(
@@ -88,8 +88,10 @@ def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path
 def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
     model: Path, tmp_path: Path
 ) -> None:
-    wanted = config(model, tmp_path / "d.jsonl", [3])
-    chat = msgspec.structs.replace(wanted, task=msgspec.structs.replace(wanted.task, chat=True))
+    own_config = config(model, tmp_path / "d.jsonl", [3])
+    chat = msgspec.structs.replace(
+        own_config, task=msgspec.structs.replace(own_config.task, chat=True)
+    )
     row = found(chat)["prompts"]
     assert row.state == "fail" and "messages need a chat template" in row.detail
     small = tmp_path / "small"
@@ -105,19 +107,19 @@ def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
 
 def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:
     rows = found(config(tmp_path / "none", tmp_path / "d.jsonl", [3]))
-    assert [(one.state, one.what) for one in rows.values()] == [("note", "context")]
-    wanted = config(model, tmp_path / "d.jsonl", [3])
+    assert [(row.state, row.what) for row in rows.values()] == [("note", "context")]
+    own_config = config(model, tmp_path / "d.jsonl", [3])
     (tmp_path / "d.jsonl").unlink()
-    rows = found(wanted)
+    rows = found(own_config)
     assert rows["context"].state == "ok"
     assert rows["prompts"].state == "note" and "skipped" in rows["prompts"].detail
 
 
 def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last() -> None:
     assert spread(3, FIRST_ROWS) == [0, 1, 2]
-    some = spread(10**6, FIRST_ROWS)
-    assert (len(some), some[0], some[-1]) == (FIRST_ROWS, 0, 10**6 - 1)
-    assert some == sorted(set(some))
+    chosen_spread = spread(10**6, FIRST_ROWS)
+    assert (len(chosen_spread), chosen_spread[0], chosen_spread[-1]) == (FIRST_ROWS, 0, 10**6 - 1)
+    assert chosen_spread == sorted(set(chosen_spread))
 
 
 def test_prompts_that_are_messages_are_as_long_as_the_chat_template_makes_them(
@@ -127,9 +129,9 @@ def test_prompts_that_are_messages_are_as_long_as_the_chat_template_makes_them(
     chat = write_chat_model(tmp_path / "chat", text=CHATML)
     plain = found(config(chat, tmp_path / "d.jsonl", [9]))["prompts, train"].detail
     row = {"prompt": [{"role": "user", "content": "7" * 9}], "answer": "7"}
-    wanted = config(chat, tmp_path / "d.jsonl", [9])
+    own_config = config(chat, tmp_path / "d.jsonl", [9])
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
-    rendered = found(wanted)["prompts, train"].detail
+    rendered = found(own_config)["prompts, train"].detail
     assert tokens_in(rendered) > tokens_in(plain) + 5, "its control tokens and roles are counted"
 
 
@@ -144,7 +146,7 @@ def asked(text: str, role: str = "user") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "state", "said"),
+    ("prompts", "state", "text"),
     [
         ([asked("7"), asked("7", "system")], "note", "row 1: TaskError: the model's chat template"),
         ([asked("7", "system")] * 2, "fail", "the first row's prompt: the model's chat template"),
@@ -160,16 +162,16 @@ def asked(text: str, role: str = "user") -> list[dict[str, str]]:
     ],
 )
 def test_every_row_that_makes_no_prompt_or_another_one_is_named(
-    prompts: list[Any], state: str, said: str, tmp_path: Path
+    prompts: list[Any], state: str, text: str, tmp_path: Path
 ) -> None:
     chat = write_chat_model(tmp_path, text=REFUSES)
-    wanted = config(chat, tmp_path / "d.jsonl", [9])
+    own_config = config(chat, tmp_path / "d.jsonl", [9])
     rows = [json.dumps({"prompt": prompt, "answer": "7"}) for prompt in prompts]
     (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
-    rows_seen = found(wanted)
+    rows_seen = found(own_config)
     row = rows_seen.get("prompts, train") or rows_seen["prompts"]
-    assert (row.state, said in row.detail) == (state, True), row.detail
-    (spec,) = pool_specs(wanted)
+    assert (row.state, text in row.detail) == (state, True), row.detail
+    (spec,) = pool_specs(own_config)
     with TaskPool(spec.task) as pool:
         pool.wait()
         if state == "fail":
@@ -177,39 +179,39 @@ def test_every_row_that_makes_no_prompt_or_another_one_is_named(
                 list(check_first(spec, pool, chat, check_chat(spec, pool, chat)))
         else:
             (note,) = check_first(spec, pool, chat, check_chat(spec, pool, chat))
-            assert note.startswith("prompts, train: 1 of 2 checked rows") and said in note
+            assert note.startswith("prompts, train: 1 of 2 checked rows") and text in note
 
 
 def test_of_many_rows_a_bounded_part_is_looked_at_before_the_start(
     model: Path, tmp_path: Path
 ) -> None:
-    wanted = config(model, tmp_path / "d.jsonl", [3] * 10)
-    (spec,) = pool_specs(wanted)
+    own_config = config(model, tmp_path / "d.jsonl", [3] * 10)
+    (spec,) = pool_specs(own_config)
     with TaskPool(spec.task) as pool:
         pool.wait()
-        (some,) = look(spec, pool, model, {}, rows_max=4, seconds=60)
+        (subset,) = look(spec, pool, model, {}, rows_max=4, seconds=60)
         (none,) = look(spec, pool, model, {}, rows_max=None, seconds=-1)
-    assert (some.looked_at, none.looked_at, none.hopeless) == (4, 0, False)
+    assert (subset.looked_at, none.looked_at, none.hopeless) == (4, 0, False)
 
 
 def test_rows_beyond_the_first_are_looked_at_while_a_run_goes_on(tmp_path: Path) -> None:
     chat = write_chat_model(tmp_path, text=REFUSES)
-    wanted = config(chat, tmp_path / "d.jsonl", [9])
-    known = set(spread(600, FIRST_ROWS))
-    bad = next(row for row in range(500, 600) if row not in known)
+    own_config = config(chat, tmp_path / "d.jsonl", [9])
+    earlier_spread = set(spread(600, FIRST_ROWS))
+    bad = next(row for row in range(500, 600) if row not in earlier_spread)
     prompts = [asked("7", "system" if row == bad else "user") for row in range(600)]
     rows = [json.dumps({"prompt": prompt, "answer": "7"}) for prompt in prompts]
     (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
-    (spec,) = pool_specs(wanted)
+    (spec,) = pool_specs(own_config)
     with TaskPool(spec.task) as pool:
         pool.wait()
         assert list(check_first(spec, pool, chat, check_chat(spec, pool, chat))) == []
-    with PromptWatch(wanted, run_started(wanted, rows=600), lambda: chat) as watch:
+    with PromptWatch(own_config, run_started(own_config, rows=600), lambda: chat) as watch:
         lines: list[str] = []
         until(lambda: [*map(lines.append, watch.lines())] != [])
         (line,) = lines
     assert f"row {bad}: TaskError: the model's chat template ignores system" in line
-    with PromptWatch(wanted, run_started(wanted, rows=9), lambda: chat) as watch:
+    with PromptWatch(own_config, run_started(own_config, rows=9), lambda: chat) as watch:
         assert watch.lines() == []
 
 

@@ -30,18 +30,18 @@ def config(name: str, **bus: object) -> Config:
     )
 
 
-def rows(found: list[CheckResult]) -> list[tuple[str, str]]:
-    return [(one.state, one.what) for one in found]
+def rows(results: list[CheckResult]) -> list[tuple[str, str]]:
+    return [(result.state, result.what) for result in results]
 
 
 def test_the_log_of_a_file_is_looked_at(tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path / 'log'}"
-    wanted = config("demo", url=url)
-    assert rows(list(log_findings(url, wanted))) == [("ok", "log"), ("note", "topics")]
+    own_config = config("demo", url=url)
+    assert rows(list(log_findings(url, own_config))) == [("ok", "log"), ("note", "topics")]
     bus = open_bus(url)
     bus.create([TopicSpec(name=name) for name in Topics("demo").all()])
     bus.close()
-    (_, topics) = log_findings(url, wanted)
+    (_, topics) = log_findings(url, own_config)
     assert (topics.state, topics.detail) == ("ok", "all 6 of run 'demo'")
 
 
@@ -63,42 +63,42 @@ def test_a_log_that_is_none_is_one_row_with_its_hint() -> None:
 def test_a_password_that_is_not_there_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DORA_PIPE_KAFKA_PASSWORD", raising=False)
     url = "kafka://127.0.0.1:1"
-    wanted = config("demo", url=url, protocol="SASL_SSL", username="w0")
-    (row,) = log_findings(url, wanted)
+    own_config = config("demo", url=url, protocol="SASL_SSL", username="w0")
+    (row,) = log_findings(url, own_config)
     assert row.state == "fail" and "no password for the Kafka user `w0`" in row.detail
 
 
 @pytest.fixture
 def described(kafka_broker: KafkaBroker) -> Callable[[Config], list[CheckResult]]:
-    return lambda wanted: list(log_findings(f"kafka://{kafka_broker.bootstrap}", wanted))
+    return lambda expected: list(log_findings(f"kafka://{kafka_broker.bootstrap}", expected))
 
 
 @pytest.mark.kafka
 def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
     kafka_broker: KafkaBroker, described: Callable[[Config], list[CheckResult]]
 ) -> None:
-    wanted = config("looked-at", url=f"kafka://{kafka_broker.bootstrap}")
-    found = described(wanted)
-    assert rows(found) == [("ok", "log"), ("note", "topics"), ("note", "brokers")]
-    assert "as User:ANONYMOUS by PLAINTEXT" in found[0].detail
+    own_config = config("looked-at", url=f"kafka://{kafka_broker.bootstrap}")
+    result = described(own_config)
+    assert rows(result) == [("ok", "log"), ("note", "topics"), ("note", "brokers")]
+    assert "as User:ANONYMOUS by PLAINTEXT" in result[0].detail
     bus = KafkaBus([kafka_broker.bootstrap])
     names = Topics("looked-at")
     many = {names.trajectories: 4, names.progress: 4}
-    bus.create([TopicSpec(name=one, partitions=many.get(one, 1)) for one in names.all()])
+    bus.create([TopicSpec(name=entry, partitions=many.get(entry, 1)) for entry in names.all()])
     bus.close()
-    found = described(wanted)
-    assert rows(found)[-1] == ("ok", "settings")
-    others = config("looked-at", partitions=8, max_record_bytes=20 * 1024 * 1024)
-    failed = [one.detail for one in described(others) if one.state == "fail"]
-    assert any("4 partitions, not 8" in one for one in failed)
-    assert any("max.message.bytes" in one for one in failed)
+    result = described(own_config)
+    assert rows(result)[-1] == ("ok", "settings")
+    other_config = config("looked-at", partitions=8, max_record_bytes=20 * 1024 * 1024)
+    failed = [result.detail for result in described(other_config) if result.state == "fail"]
+    assert any("4 partitions, not 8" in entry for entry in failed)
+    assert any("max.message.bytes" in entry for entry in failed)
 
 
 @pytest.mark.kafka
 def test_settings_that_were_changed_later_are_found(
     kafka_broker: KafkaBroker, described: Callable[[Config], list[CheckResult]]
 ) -> None:
-    wanted = config("changed-later", url=f"kafka://{kafka_broker.bootstrap}")
+    own_config = config("changed-later", url=f"kafka://{kafka_broker.bootstrap}")
     topic = Topics("changed-later").control
     theirs = KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)
     configs = {
@@ -111,6 +111,8 @@ def test_settings_that_were_changed_later_are_found(
         wait_for_metadata=True,
     )
     theirs.close()
-    details = {one.state: one.detail for one in described(wanted) if one.what == "settings"}
+    details = {
+        result.state: result.detail for result in described(own_config) if result.what == "settings"
+    }
     assert "is compacted" in details["fail"] and "cleanup.policy=delete" in details["fail"]
     assert "deletes records beyond 1 days" in details["note"]

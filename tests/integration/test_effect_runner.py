@@ -62,7 +62,7 @@ def test_effects_are_done_in_order_and_a_failure_stands_in_its_place(
     runner = EffectRunner("test", SAY, in_thread=in_thread)
     for text in ("a", "bad", "wait", "b"):
         runner.start(Say(text))
-    texts = [one.text for one in drained(runner, 4)]
+    texts = [entry.text for entry in drained(runner, 4)]
     assert texts == ["a", "bad failed: ValueError", "wait", "b"]
     assert not runner.busy and not runner.working
     runner.close()
@@ -96,7 +96,7 @@ def test_what_there_is_no_room_for_has_failed() -> None:
     def held(effect: Say) -> Iterator[Said]:
         begun.set()
         assert go.wait(WAIT_S)
-        yield from (one for one in _say(effect) if one)
+        yield from (entry for entry in _say(effect) if entry)
 
     runner = EffectRunner("test", {Say: Handler(do=held, failed=_not_said)}, asked_max=1)
     runner.start(Say("a"))

@@ -40,8 +40,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hi(assets: Path) -> Iterator[Stage]:
-    with stage(assets, says(assets, "hi<|im_end|>")) as one:
-        yield one
+    with stage(assets, says(assets, "hi<|im_end|>")) as opened:
+        yield opened
 
 
 def client_of(address: tuple[str, str]) -> openai.OpenAI:
@@ -75,14 +75,14 @@ def test_ids_and_log_probs_are_given_where_they_are_asked_for(hi: Stage) -> None
         answer = create(client, logprobs=True, extra_body={"return_token_ids": True})
     choice = answer.choices[0]
     assert answer.prompt_token_ids == hi.calls[-1].token_ids
-    assert [one.logprob for one in choice.logprobs.content] == [-0.5] * len(choice.token_ids)
-    assert "".join(one.token for one in choice.logprobs.content) == "hi<|im_end|>"
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * len(choice.token_ids)
+    assert "".join(entry.token for entry in choice.logprobs.content) == "hi<|im_end|>"
 
 
 def test_a_stream_has_the_whole_answer(hi: Stage) -> None:
     with client_of(hi.open("g-0/2")) as client:
         chunks = list(create(client, stream=True, stream_options={"include_usage": True}))
-    texts = [one.choices[0].delta.content for one in chunks if one.choices]
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
     assert "".join(text or "" for text in texts) == "hi"
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
 
@@ -111,20 +111,20 @@ def test_every_key_is_obeyed_recorded_or_refused(assets: Path) -> None:
     }
     run = {"enable_thinking": False}
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), chat_template_kwargs=run) as one,
-        client_of(one.open("g-0/0")) as client,
+        stage(assets, says(assets, "hi<|im_end|>"), chat_template_kwargs=run) as opened,
+        client_of(opened.open("g-0/0")) as client,
     ):
         create(client, extra_body={**obeyed, **recorded})
-        assert one.calls[-1].asked == recorded
+        assert opened.calls[-1].asked == recorded
         with pytest.raises(openai.BadRequestError, match="more than 64 unknown keys"):
-            create(client, extra_body={f"key-{at}": at for at in range(65)})
+            create(client, extra_body={f"key-{index}": index for index in range(65)})
 
 
 @pytest.mark.parametrize("key", ["guided_json", "logit_bias", "no_such_key", "response_format"])
 def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: str) -> None:
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as one,
-        client_of(one.open("g-0/0")) as client,
+        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as opened,
+        client_of(opened.open("g-0/0")) as client,
         pytest.raises(openai.BadRequestError, match=key),
     ):
         create(client, extra_body={key: {"type": "object"}})
@@ -132,19 +132,19 @@ def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: st
 
 def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as one,
-        client_of(one.open("g-0/0")) as client,
+        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as opened,
+        client_of(opened.open("g-0/0")) as client,
     ):
         create(client, temperature=1.0, stop="END")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             create(client, temperature=0.5)
-        assert len(one.calls) == 1
+        assert len(opened.calls) == 1
 
 
 def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(assets: Path) -> None:
     """The sampled turn has two blanks where the template writes one: they stay."""
     turns = {0: CALL.replace(": 1", ":  1"), 1: "three<|im_end|>"}
-    with stage(assets, says(assets, turns)) as one, client_of(one.open("g-0/0")) as client:
+    with stage(assets, says(assets, turns)) as opened, client_of(opened.open("g-0/0")) as client:
         answer = create(client, tools=[ADD]).choices[0]
         assert answer.finish_reason == "tool_calls"
         call = answer.message.tool_calls[0]
@@ -152,7 +152,7 @@ def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(asset
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
         last = create(client, [*HELLO, answer.message, result], tools=[ADD])
     assert last.choices[0].message.content == "three"
-    first, second = one.calls
+    first, second = opened.calls
     sampled = Tokenizer(assets, special_tokens="parse").ids(turns[0])
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     behind = second.token_ids[len(first.token_ids) :]
@@ -166,31 +166,31 @@ def test_calls_of_tools_have_ids_of_their_own_in_all_conversations_of_a_session(
     assets: Path,
 ) -> None:
     def ids(session: str) -> list[str]:
-        with client_of(one.open(session)) as client:
+        with client_of(opened.open(session)) as client:
             other = [{"role": "user", "content": "anew"}]
             asked = [create(client, turn, tools=[ADD]) for turn in (HELLO, other, HELLO)]
             asked.append(create(client, tools=[ADD], n=2))
-        said = [choice.message for answer in asked for choice in answer.choices]
-        return [call.id for message in said for call in message.tool_calls]
+        messages = [choice.message for answer in asked for choice in answer.choices]
+        return [call.id for message in messages for call in message.tool_calls]
 
     twice = CALL.replace("<|im_end|>", "\n" + CALL)
-    with stage(assets, says(assets, twice)) as one:
-        found, again = ids("g-11/0"), ids("g-11/1")
-    assert len(found) == len(set(found)) == 10
-    assert all(re.fullmatch("[a-z0-9]{9}", name) for name in found)  # Mistral wants nine
-    assert found == again  # an agent that is started again asks with the same ids
+    with stage(assets, says(assets, twice)) as opened:
+        actual_ids, again = ids("g-11/0"), ids("g-11/1")
+    assert len(actual_ids) == len(set(actual_ids)) == 10
+    assert all(re.fullmatch("[a-z0-9]{9}", name) for name in actual_ids)  # Mistral wants nine
+    assert actual_ids == again  # an agent that is started again asks with the same ids
 
 
 def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:
     with (
-        stage(assets, says(assets, "one STOP two<|im_end|>")) as one,
-        client_of(one.open("g-0/0")) as client,
+        stage(assets, says(assets, "one STOP two<|im_end|>")) as opened,
+        client_of(opened.open("g-0/0")) as client,
     ):
         answer = create(client, stop="STOP")
         assert answer.choices[0].message.content == "one "
-        said = answer.choices[0].message
-        create(client, [*HELLO, said, {"role": "user", "content": "go on"}])
-    assert "one STOP two<|im_end|>" in Tokenizer(assets).full_text(one.calls[1].token_ids)
+        message = answer.choices[0].message
+        create(client, [*HELLO, message, {"role": "user", "content": "go on"}])
+    assert "one STOP two<|im_end|>" in Tokenizer(assets).full_text(opened.calls[1].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: 
         ({"messages": [*HELLO, {"role": "assistant", "content": "x", "prefix": True}]}, "prefix"),
         ({"n": 1000}, "n: 1000"),
         ({"stop": ["x" * 257]}, "stop: more than"),
-        ({"stop": [str(one) for one in range(33)]}, "stop: more than"),
+        ({"stop": [str(index) for index in range(33)]}, "stop: more than"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "alien"),
         (
@@ -245,11 +245,11 @@ def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) 
             message="64 calls were made: no more is sampled",
         )
 
-    with stage(assets, refuse) as one, client_of(one.open("g-0/0")) as client:
+    with stage(assets, refuse) as opened, client_of(opened.open("g-0/0")) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             create(client.with_options(max_retries=2))
         assert caught.value.code == "max_turns"
-        assert len(one.calls) == 1, "what is refused for good is not asked again"
+        assert len(opened.calls) == 1, "what is refused for good is not asked again"
 
 
 def test_keys_and_sessions(hi: Stage) -> None:
@@ -275,13 +275,13 @@ def test_what_an_earlier_start_of_an_agent_asks_is_no_call_of_the_present_one(hi
         create(client)
     with client_of(later) as client:
         create(client, user="present")
-    assert [one.caller for one in hi.calls if one.request == "g-0/9"] == ["present"]
+    assert [call.caller for call in hi.calls if call.request == "g-0/9"] == ["present"]
 
 
 def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
-    with stage(assets, lambda asked: None) as one:
-        address = one.open("g-0/0")
-        timer = threading.Timer(0.5, one.end, ["g-0/0"])
+    with stage(assets, lambda asked: None) as opened:
+        address = opened.open("g-0/0")
+        timer = threading.Timer(0.5, opened.end, ["g-0/0"])
         timer.start()
         with client_of(address) as client, pytest.raises(openai.APIStatusError) as caught:
             create(client)

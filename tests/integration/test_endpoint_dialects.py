@@ -32,14 +32,14 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(assets: Path) -> Iterator[Stage]:
     """A model that calls, then answers, again and again."""
-    words = {at: TURNS[at % 2] for at in range(64)}
+    words = {index: TURNS[index % 2] for index in range(64)}
     with stage(assets, says(assets, words)) as opened:
         yield opened
 
 
-def goes_on(one: Stage, assets: Path) -> None:
+def goes_on(stage: Stage, assets: Path) -> None:
     """The last two calls: the second has the first's prompt, what was sampled, and a result."""
-    first, second = one.calls[-2:]
+    first, second = stage.calls[-2:]
     sampled = Tokenizer(assets, special_tokens="parse").ids(CALL)
     start = [*first.token_ids, *sampled]
     assert second.token_ids[: len(start)] == start
@@ -53,18 +53,18 @@ def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
     tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
     given: dict[str, Any] = {"model": "any", "tools": [tool], "instructions": "Add."}
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
-        said: Any
+        text: Any
         asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
         if streamed:
             with client.responses.stream(input=asked, **given) as stream:
-                said = stream.get_final_response()
+                text = stream.get_final_response()
         else:
-            said = client.responses.create(input=asked, **given)
-        assert said.output_text == "so:"
-        call = said.output[-1]
+            text = client.responses.create(input=asked, **given)
+        assert text.output_text == "so:"
+        call = text.output[-1]
         assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a":1,"b":2}')
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        asked += [item.model_dump(exclude_none=True) for item in said.output]
+        asked += [item.model_dump(exclude_none=True) for item in text.output]
         asked.append(result)
         last = client.responses.create(input=asked, **given)
     assert last.output_text == "three"
@@ -81,18 +81,18 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "system": "Add.", "tools": [tool]}
     base = url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
-        said: Any
+        message: Any
         asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
         if streamed:
             with client.messages.stream(messages=asked, **given) as stream:
-                said = stream.get_final_message()
+                message = stream.get_final_message()
         else:
-            said = client.messages.create(messages=asked, **given)
-        text, use = said.content
+            message = client.messages.create(messages=asked, **given)
+        text, use = message.content
         assert (text.text, use.name, use.input) == ("so:", "add", {"a": 1, "b": 2})
-        assert said.stop_reason == "tool_use"
+        assert message.stop_reason == "tool_use"
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
-        asked.append({"role": "assistant", "content": said.content})
+        asked.append({"role": "assistant", "content": message.content})
         asked.append({"role": "user", "content": [result]})
         last = client.messages.create(messages=asked, **given)
     assert last.content[0].text == "three"
@@ -128,15 +128,15 @@ def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: 
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "stop_sequences": ["xyz", "re"]}
     base = url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
-        said: Any = client.messages.create(messages=asked, **given)
-        assert (said.stop_reason, said.stop_sequence) != ("stop_sequence", "re")
+        text: Any = client.messages.create(messages=asked, **given)
+        assert (text.stop_reason, text.stop_sequence) != ("stop_sequence", "re")
         if streamed:
             with client.messages.stream(messages=asked, **given) as stream:
-                said = stream.get_final_message()
+                text = stream.get_final_message()
         else:
-            said = client.messages.create(messages=asked, **given)
-    assert said.content[0].text == "th"
-    assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "re")
+            text = client.messages.create(messages=asked, **given)
+    assert text.content[0].text == "th"
+    assert (text.stop_reason, text.stop_sequence) == ("stop_sequence", "re")
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/../inference/v1/generate"])

@@ -67,8 +67,8 @@ def test_a_thousand_open_connections_and_half_requests_hold_nobody(one: Stage) -
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     with ExitStack() as stack:
-        for at in range(1000):
-            text = ("", "POST /s", POST, POST + "Content-Length: 1000\r\n\r\n")[at % 4]
+        for index in range(1000):
+            text = ("", "POST /s", POST, POST + "Content-Length: 1000\r\n\r\n")[index % 4]
             stack.enter_context(raw(address, text))
         assert ask(address).json()["choices"][0]["message"]["content"] == "hi"
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -120,17 +120,17 @@ def test_a_head_beyond_its_bound_is_refused_before_it_ends(one: Stage) -> None:
 
 
 def test_a_process_that_dies_is_at_the_same_address_again(assets: Path) -> None:
-    with stage(assets, says(assets, "hi<|im_end|>")) as one:
-        address = one.open("g-0/0")
+    with stage(assets, says(assets, "hi<|im_end|>")) as opened:
+        address = opened.open("g-0/0")
         assert ask(address).status_code == 200
-        os.kill(one.port.pid, signal.SIGKILL)
+        os.kill(opened.port.pid, signal.SIGKILL)
         end = time.monotonic() + 30
-        while not one.events[-1:] or not isinstance(one.events[-1], EpisodeLost):
+        while not opened.events[-1:] or not isinstance(opened.events[-1], EpisodeLost):
             assert time.monotonic() < end
             time.sleep(0.01)
-        lost = one.events[-1]
+        lost = opened.events[-1]
         assert (lost.request, "endpoint's process ended" in lost.message) == ("g-0/0", True)
-        first = one.calls[-1].call
-        assert one.open("g-0/0") == address
+        first = opened.calls[-1].call
+        assert opened.open("g-0/0") == address
         assert ask(address).status_code == 200
-        assert one.calls[-1].call > first, "no two processes give a call the same number"
+        assert opened.calls[-1].call > first, "no two processes give a call the same number"

@@ -41,8 +41,8 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
         assert answer.alarms == ()
         later_ns = cluster.clock.wall_ns() + 60 * 10**9
         roles = why_now(cluster.bus, cluster.topics, now_ns=later_ns).roles
-        assert [one.text for one in roles] == ["stopped with the run"] * 5
-        assert [one.advice for one in roles] == [""] * 5, "none is to be started again"
+        assert [role.text for role in roles] == ["stopped with the run"] * 5
+        assert [role.advice for role in roles] == [""] * 5, "none is to be started again"
 
         cluster.start(ORCHESTRATOR)
         cluster.until(lambda: ORCHESTRATOR not in cluster.roles)
@@ -65,18 +65,18 @@ def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
     config = make_config(run__steps=3, rollout__filter_zero_advantage=True)
     with Cluster(tmp_path, config, on_disk=False, tasks=InlineTasks) as cluster:
         progress = RunProgress(cluster.bus, cluster.topics)
-        said: list[str] = []
+        request: list[str] = []
 
         def twice() -> bool:
-            said.extend(line for line in progress.lines() if line.startswith("no step"))
-            return len(said) == 2
+            request.extend(line for line in progress.lines() if line.startswith("no step"))
+            return len(request) == 2
 
         cluster.until(twice)
         answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
         open_groups = len(progress.account.open)
         progress.close()
     batches = 4 * config.rollout.prompts_per_step
-    assert said == [
+    assert request == [
         f"no step after {count} groups: {count} filtered "
         f"(all valid rewards are equal: no advantage); every reward is 1 in {count} of them. If "
         "rewards never differ, rollout.filter_zero_advantage waits without end: change the reward "

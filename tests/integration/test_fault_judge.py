@@ -34,9 +34,9 @@ def _acks(run: RecordedRun) -> list[Ack]:
     bus = run.open()
     try:
         return [
-            Ack(0, 1, one.topic, one.partition, one.offset, sha256_hex(one.value))
+            Ack(0, 1, record.topic, record.partition, record.offset, sha256_hex(record.value))
             for topic in run.topics.all()
-            for one in records_of(bus, ends_of(bus, topic))
+            for record in records_of(bus, ends_of(bus, topic))
         ]
     finally:
         bus.close()
@@ -71,15 +71,15 @@ def test_an_acknowledged_record_that_is_gone_is_lost(
     acks = _acks(recorded)
     with Tamper(copy) as log:
         damage.remove_trajectory(log)
-    verdict = _judge(copy, [one for one in acks if one.topic != copy.topics.decisions])
+    verdict = _judge(copy, [ack for ack in acks if ack.topic != copy.topics.decisions])
     assert verdict.lost == 1
     assert verdict.violations
     assert not verdict.clean
 
 
 def test_an_acknowledged_record_with_other_bytes_is_lost(recorded: RecordedRun) -> None:
-    first, *others = _acks(recorded)
-    verdict = _judge(recorded, [msgspec.structs.replace(first, sha256="0" * 64), *others])
+    first, *rest = _acks(recorded)
+    verdict = _judge(recorded, [msgspec.structs.replace(first, sha256="0" * 64), *rest])
     assert (verdict.lost, verdict.clean) == (1, False)
 
 
@@ -89,7 +89,7 @@ def test_a_doubled_commit_is_trained_twice(copy: RecordedRun) -> None:
     bus = copy.open()
     commits = read_evidence(bus, copy.topics).commits
     bus.close()
-    doubled = next(one for one in commits if commits.count(one) == 2)
+    doubled = next(commit for commit in commits if commits.count(commit) == 2)
     names = 1 + len(doubled.groups) + sum(len(group.trajectories) for group in doubled.groups)
     assert count_twice(commits) == names
     verdict = _judge(copy, _acks(copy))
@@ -136,7 +136,7 @@ def test_what_a_dead_role_costs_others_is_named_and_what_it_costs_itself_is_not(
     fences = tuple(Fence(reason="lease", worker=name, incarnation=0) for name in ("w0", "w1"))
     round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=0, decisions=fences)
     writer = bus.writer()
-    writer.append([Append(topic=topics.control, value=encode(one)) for one in facts])
+    writer.append([Append(topic=topics.control, value=encode(fact)) for fact in facts])
     writer.append([Append(topic=topics.decisions, value=encode(round_))])
     w0, w1, trainer = ["g0-000 failed on w0"], ["w1 began again"], ["trainer began again"]
     assert others_lost(bus, topics, "w0") == [*trainer, *w1, "w1 was fenced"]

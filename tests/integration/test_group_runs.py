@@ -63,32 +63,32 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def records(place: Path) -> dict[str, float | None]:
-    with opened(str(place / "runs" / "tiny")) as run:
-        found = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
+def records(path: Path) -> dict[str, float | None]:
+    with opened(str(path / "runs" / "tiny")) as run:
+        records = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
         return {
-            one.trajectory: one.reward
-            for one in (decode_trajectory(record.value) for record in found)
+            entry.trajectory: entry.reward
+            for entry in (decode_trajectory(record.value) for record in records)
         }
 
 
-def assert_rescored(place: Path) -> None:
-    same = rescored(place)
+def assert_rescored(path: Path) -> None:
+    same = rescored(path)
     assert (same["differ"], same["first"], same["left_out"]) == ([], None, 0)
-    judge = (place / "judge.py").read_text()
-    (place / "judge.py").write_text(judge.replace("/ len(order) for", "/ 7 for"))
-    other = rescored(place, code=6)
+    judge = (path / "judge.py").read_text()
+    (path / "judge.py").write_text(judge.replace("/ len(order) for", "/ 7 for"))
+    other = rescored(path, code=6)
     assert other["differ"] and other["new"] < other["old"]
-    alone = rescored(place, "--reward", '[{use = "judge:score"}]')
+    alone = rescored(path, "--reward", '[{use = "judge:score"}]')
     assert alone["new"] < other["new"]
 
 
-def rescored(place: Path, *words: str, code: int = 0) -> dict[str, Any]:
-    (place / "said").write_text("")
-    assert call(place, "rescore", "tiny", "--json", *words) == code, (place / "said").read_text()
-    lines = (place / "said").read_text().splitlines()
-    found: dict[str, Any] = json.loads(next(one for one in lines if one.startswith("{")))
-    return found
+def rescored(path: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    (path / "said").write_text("")
+    assert call(path, "rescore", "tiny", "--json", *words) == code, (path / "said").read_text()
+    lines = (path / "said").read_text().splitlines()
+    result: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
+    return result
 
 
 @pytest.mark.slow
@@ -102,29 +102,33 @@ def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_ki
     assert_clean(place, "tiny")
 
     with opened(str(place / "runs" / "tiny")) as run:
-        decided = [one for at in read_rounds(run.bus, run.topics) for one in at.round.decisions]
-    asked = [one for one in decided if isinstance(one, ScoreGroup)]
+        decided = [
+            decision
+            for entry in read_rounds(run.bus, run.topics)
+            for decision in entry.round.decisions
+        ]
+    asked = [group for group in decided if isinstance(group, ScoreGroup)]
     control = list(facts(place, "tiny"))
-    scored = {one.group: one for one in control if isinstance(one, GroupScored)}
-    assert any(one.attempt == 2 for one in asked), "nobody was asked again"
-    assert all(not one.error for one in scored.values())
+    scored = {event.group: event for event in control if isinstance(event, GroupScored)}
+    assert any(entry.attempt == 2 for entry in asked), "nobody was asked again"
+    assert all(not event.error for event in scored.values())
 
     by: dict[str, set[str]] = defaultdict(set)
-    for one in control:
-        if isinstance(one, TrajectoriesLogged):
-            for entry in one.trajectories:
-                by[entry.trajectory.rpartition("-")[0]].add(one.worker)
+    for event in control:
+        if isinstance(event, TrajectoriesLogged):
+            for entry in event.trajectories:
+                by[entry.trajectory.rpartition("-")[0]].add(event.worker)
     assert any(len(workers) == 2 for workers in by.values()), "no group was spread"
 
     alone = records(place)
-    steps = [one for one in control if isinstance(one, StepCommitted)]
+    steps = [event for event in control if isinstance(event, StepCommitted)]
     assert len(steps) == 3
     for group in (group for step in steps for group in step.groups):
-        answer = {one.trajectory: one for one in scored[group.group].samples}
-        assert group.rewards == {name: one.reward for name, one in answer.items()}
+        answer = {sample.trajectory: sample for sample in scored[group.group].samples}
+        assert group.rewards == {name: entry.reward for name, entry in answer.items()}
         assert len(answer) == 4
-        for name, one in answer.items():
-            assert one.reward == (alone[name] or 0.0) + 0.5 * one.parts["rank"]
+        for name, event in answer.items():
+            assert event.reward == (alone[name] or 0.0) + 0.5 * event.parts["rank"]
     assert {line for line in (place / "seen").read_text().split() if line != "1"} == {"4"}
 
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
@@ -137,8 +141,8 @@ def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_ki
     (place / "said").write_text("")
     name = next(iter(answer))
     assert call(place, "show", "tiny", name) == 0
-    said = (place / "said").read_text()
-    assert "scored together" in said and "rank" in said
+    text = (place / "said").read_text()
+    assert "scored together" in text and "rank" in text
     (place / "said").write_text("")
     query = "select reward, group_parts from trajectories where group_parts is not null"
     assert call(place, "sql", "tiny", query, "--json") == 0

@@ -147,7 +147,7 @@ def test_audit_misses_a_state_that_is_gone(root: Path, store: PolicyStore, tmp_p
         before = audit(bus, Topics(CHILD), store)
         store.drop_blob("optimizer", started.optimizer.sha256)
         after = audit(bus, Topics(CHILD), store)
-    new = [one.line for one in after.violations if one not in before.violations]
+    new = [violation.line for violation in after.violations if violation not in before.violations]
     assert len(new) == 1 and "the optimizer's state that version 0 begins with" in new[0]
 
 

@@ -81,17 +81,17 @@ def report_of(cluster: Cluster) -> AuditReport:
 
 
 def trajectories(cluster: Cluster) -> list[Trajectory]:
-    at = horizon_of(cluster.bus, cluster.topics).trajectories
-    return [decode_trajectory(record.value) for record in records_of(cluster.bus, at)]
+    trajectories = horizon_of(cluster.bus, cluster.topics).trajectories
+    return [decode_trajectory(record.value) for record in records_of(cluster.bus, trajectories)]
 
 
-def is_mixed(one: Trajectory) -> bool:
-    return len(set(one.versions)) > 1
+def is_mixed(trajectory: Trajectory) -> bool:
+    return len(set(trajectory.versions)) > 1
 
 
 def bound(ledger: Ledger) -> list[str]:
     facts = ledger.accounts.logged.values()
-    return [one.fact.trajectory for one in facts if one.standing == "bound"]
+    return [fact.fact.trajectory for fact in facts if fact.standing == "bound"]
 
 
 def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regenerated]:
@@ -108,9 +108,9 @@ def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regene
 def again_whole(cluster: Cluster) -> list[Regenerated]:
     names = bound(build_ledger(cluster.bus, cluster.topics))
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
-    found = again(cluster, names, engine)
-    assert sorted(one.trajectory for one in found) == sorted(names)
-    return found
+    result = again(cluster, names, engine)
+    assert sorted(entry.trajectory for entry in result) == sorted(names)
+    return result
 
 
 def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) -> None:
@@ -128,29 +128,37 @@ def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) ->
 
 
 def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:
-    evaluations = [one for one in trajectories(eventful) if one.meta.purpose == "eval"]
-    assert {one.version for one in evaluations} == {0, 2, 4, 6, 8, 10}
-    assert all(set(one.versions) == {one.version} for one in evaluations)
+    evaluations = [
+        trajectory for trajectory in trajectories(eventful) if trajectory.meta.purpose == "eval"
+    ]
+    assert {evaluation.version for evaluation in evaluations} == {0, 2, 4, 6, 8, 10}
+    assert all(set(evaluation.versions) == {evaluation.version} for evaluation in evaluations)
 
 
 def test_every_trajectory_comes_out_bit_for_bit_under_its_versions(eventful: Cluster) -> None:
-    found = again_whole(eventful)
-    assert [one for one in found if not one.equal] == []
-    assert max(one.prefills for one in found) > 2
+    result = again_whole(eventful)
+    assert [entry for entry in result if not entry.equal] == []
+    assert max(entry.prefills for entry in result) > 2
 
 
 def test_request_goes_on_elsewhere_from_a_chain_over_several_versions(eventful: Cluster) -> None:
-    def is_one(one: Trajectory) -> bool:
-        makers = {(part.incarnation, part.version) for part in one.segments if part.kind == "model"}
-        return len({incarnation for incarnation, _ in makers}) > 1 and is_mixed(one)
+    def is_one(trajectory: Trajectory) -> bool:
+        makers = {
+            (part.incarnation, part.version) for part in trajectory.segments if part.kind == "model"
+        }
+        return len({incarnation for incarnation, _ in makers}) > 1 and is_mixed(trajectory)
 
-    assert any(is_one(one) for one in trajectories(eventful))
+    assert any(is_one(trajectory) for trajectory in trajectories(eventful))
 
 
 def test_weights_of_every_version_are_named(eventful: Cluster) -> None:
-    for one in filter(is_mixed, trajectories(eventful)):
-        others = [version for version in dict.fromkeys(one.versions) if version != one.version]
-        assert [weights.version for weights in one.meta.weights] == others
+    for trajectory in filter(is_mixed, trajectories(eventful)):
+        rest = [
+            version
+            for version in dict.fromkeys(trajectory.versions)
+            if version != trajectory.version
+        ]
+        assert [weights.version for weights in trajectory.meta.weights] == rest
 
 
 def test_single_worker_with_evaluations_is_live(tmp_path: Path) -> None:
@@ -170,8 +178,8 @@ def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path)
         def evaluates_alone() -> bool:
             nonlocal worker
             state = cluster.roles[ORCHESTRATOR].machine.state
-            hosts = [one for one in state.workers.values() if one.target < state.version]
-            evals = [one for one in hosts if any(name[0] == "e" for name in one.requests)]
+            hosts = [worker for worker in state.workers.values() if worker.target < state.version]
+            evals = [host for host in hosts if any(name[0] == "e" for name in host.requests)]
             worker = evals[0].name if len(evals) == 1 and len(hosts) == 1 else ""
             return bool(worker)
 
@@ -179,7 +187,7 @@ def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path)
         cluster.kill(worker)
         cluster.run()
         report = report_of(cluster)
-        again_ = [one for one in again_whole(cluster) if not one.equal]
+        again_ = [entry for entry in again_whole(cluster) if not entry.equal]
     assert again_ == []
     assert report.steps == 6
 
@@ -192,9 +200,9 @@ def test_turns_of_an_episode_may_be_of_several_versions(tmp_path: Path) -> None:
     ) as cluster:
         cluster.run()
         report = report_of(cluster)
-        found = again_whole(cluster)
+        result = again_whole(cluster)
     assert report.mixed_share
-    assert [one for one in found if not one.equal] == []
+    assert [entry for entry in result if not entry.equal] == []
 
 
 def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Path) -> None:
@@ -205,58 +213,69 @@ def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Pat
     ) as cluster:
         cluster.run()
         report = report_of(cluster)
-        names = [one.trajectory for one in trajectories(cluster) if is_mixed(one)][:12]
+        names = [
+            trajectory.trajectory for trajectory in trajectories(cluster) if is_mixed(trajectory)
+        ][:12]
         engine = parts.engine(cluster.assets, cluster.config, cluster.clock)
-        found = again(cluster, names, engine)
+        result = again(cluster, names, engine)
     assert report.mixed_share
-    assert len(found) == len(names) > 4
-    assert [one for one in found if not one.equal] == []
+    assert len(result) == len(names) > 4
+    assert [entry for entry in result if not entry.equal] == []
 
 
 # Damages: what is promised where C1 is off is looked at in every record.
 
 
-def by_versions(one: Trajectory, change: Callable[[int], int]) -> list[Segment]:
+def by_versions(trajectory: Trajectory, change: Callable[[int], int]) -> list[Segment]:
     return [
         msgspec.structs.replace(part, version=change(part.version))
         if part.kind == "model"
         else part
-        for part in one.segments
+        for part in trajectory.segments
     ]
 
 
-def back_to_an_older_one(one: Trajectory) -> Trajectory:
-    *rest, newer, last = one.segments
+def back_to_an_older_one(trajectory: Trajectory) -> Trajectory:
+    *rest, newer, last = trajectory.segments
     changed = [
         msgspec.structs.replace(newer, version=last.version),
         msgspec.structs.replace(last, version=newer.version),
     ]
-    named = {each.version: each for each in one.meta.weights}
+    named = {each.version: each for each in trajectory.meta.weights}
     order = dict.fromkeys(part.version for part in [*rest[1:], *changed])
-    weights = tuple(named[version] for version in order if version != one.version)
-    meta = msgspec.structs.replace(one.meta, weights=weights)
-    return replace(one, segments=[*rest, *changed], meta=meta)
+    weights = tuple(named[version] for version in order if version != trajectory.version)
+    meta = msgspec.structs.replace(trajectory.meta, weights=weights)
+    return replace(trajectory, segments=[*rest, *changed], meta=meta)
 
 
-def never_served(one: Trajectory) -> Trajectory:
-    *rest, last = one.segments
+def never_served(trajectory: Trajectory) -> Trajectory:
+    *rest, last = trajectory.segments
     return replace(
-        one, segments=[*rest, msgspec.structs.replace(last, incarnation=last.incarnation + 100_000)]
+        trajectory,
+        segments=[*rest, msgspec.structs.replace(last, incarnation=last.incarnation + 100_000)],
     )
 
 
-def other_weights(one: Trajectory) -> Trajectory:
-    weights = tuple(Sampler(version=each.version, digest="ab" * 32) for each in one.meta.weights)
-    return replace(one, meta=msgspec.structs.replace(one.meta, weights=weights))
+def other_weights(trajectory: Trajectory) -> Trajectory:
+    weights = tuple(
+        Sampler(version=each.version, digest="ab" * 32) for each in trajectory.meta.weights
+    )
+    return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, weights=weights))
 
 
-def beyond_the_trainer(one: Trajectory) -> Trajectory:
+def beyond_the_trainer(trajectory: Trajectory) -> Trajectory:
     """Versions that did not exist when it was trained."""
     weights = tuple(
-        Sampler(version=each.version + 50, digest=each.digest) for each in one.meta.weights
+        Sampler(version=each.version + 50, digest=each.digest) for each in trajectory.meta.weights
     )
-    segments = by_versions(one, lambda version: version + 50 if version != one.version else version)
-    return replace(one, segments=segments, meta=msgspec.structs.replace(one.meta, weights=weights))
+    segments = by_versions(
+        trajectory, lambda version: version + 50 if version != trajectory.version else version
+    )
+    return replace(
+        trajectory,
+        segments=segments,
+        meta=msgspec.structs.replace(trajectory.meta, weights=weights),
+    )
 
 
 DAMAGES = {
@@ -274,8 +293,11 @@ def test_damaged_mixed_trajectory_is_named(
     run = RecordedRun(directory=eventful.directory, run="mixed").copy(tmp_path / "copy")
 
     def fits(row: Row) -> bool:
-        one = decode_trajectory(row.value)
-        return len(set(one.versions)) == 3 and one.versions.count(one.versions[-1]) == 1
+        trajectory = decode_trajectory(row.value)
+        return (
+            len(set(trajectory.versions)) == 3
+            and trajectory.versions.count(trajectory.versions[-1]) == 1
+        )
 
     with Tamper(run) as log:
         row = next(row for row in log.rows("trajectories") if fits(row))
@@ -286,5 +308,9 @@ def test_damaged_mixed_trajectory_is_named(
         report = audit(bus, run.topics, None)
     finally:
         bus.close()
-    named = [one.line for one in report.violations if (one.check, one.subject) == ("C1", name)]
+    named = [
+        violation.line
+        for violation in report.violations
+        if (violation.check, violation.subject) == ("C1", name)
+    ]
     assert any(why in line for line in named), named

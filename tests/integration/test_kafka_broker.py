@@ -35,5 +35,5 @@ def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
 def test_a_cluster_id_never_looks_like_an_option() -> None:
     ids = {new_cluster() for _ in range(1000)}
     assert len(ids) == 1000
-    assert {len(one) for one in ids} == {22}
-    assert not [one for one in ids if one.startswith("-")]
+    assert {len(token_id) for token_id in ids} == {22}
+    assert not [token_id for token_id in ids if token_id.startswith("-")]

@@ -27,11 +27,11 @@ WAIT_S = 30
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
     """Three brokers of this test's own, with one topic as they make it by default."""
-    with KafkaCluster(tmp_path) as made:
-        with made.admin() as admin:
+    with KafkaCluster(tmp_path) as cluster:
+        with cluster.admin() as admin:
             admin.create_topics([NewTopic(TOPIC, 1, -1)], wait_for_metadata=True)
-        made.await_in_sync(TOPIC)
-        yield made
+        cluster.await_in_sync(TOPIC)
+        yield cluster
     gc.collect()
 
 

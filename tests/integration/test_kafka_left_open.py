@@ -61,21 +61,21 @@ def dying(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
     bus.close()
 
 
-def append(bus: KafkaBus, topic: str, *found: msgspec.Struct) -> list[int]:
+def append(bus: KafkaBus, topic: str, *events: msgspec.Struct) -> list[int]:
     with closing(bus.writer()) as writer:
-        return writer.append([Append(topic=topic, value=encode(one)) for one in found])
+        return writer.append([Append(topic=topic, value=encode(entry)) for entry in events])
 
 
 def all_of(bus: KafkaBus, topic: str) -> list[bytes]:
     """Everything that may be read now."""
-    at = TopicPartition(topic, 0)
-    end, found = bus.end(at), []
+    partition = TopicPartition(topic, 0)
+    end, result = bus.end(partition), []
     until_s = time.monotonic() + PATIENCE_S
-    with closing(bus.reader({at: 0})) as reader:
-        while reader.position(at) < end:
-            found += [one.value for one in reader.poll(timeout_s=0.1) if one.offset < end]
+    with closing(bus.reader({partition: 0})) as reader:
+        while reader.position(partition) < end:
+            result += [record.value for record in reader.poll(timeout_s=0.1) if record.offset < end]
             assert time.monotonic() < until_s
-    return found
+    return result
 
 
 # Leases
@@ -94,7 +94,7 @@ def test_a_trainer_finds_the_commit_that_a_dead_orchestrator_hides(
     leave_open(orchestrator, started)
     with closing(bus.writer(exclusive=f"{topics.run}.trainer")) as writer:
         hidden = [records.role_started("trainer", 0), records.committed(0, ())]
-        writer.append([Append(topic=topics.control, value=encode(one)) for one in hidden])
+        writer.append([Append(topic=topics.control, value=encode(record)) for record in hidden])
     assert len(all_of(bus, topics.control)) == 1, "they are acknowledged, and not to be read"
 
     with pytest.raises(PolicyError, match="no config and tokenizer files"):
@@ -103,9 +103,9 @@ def test_a_trainer_finds_the_commit_that_a_dead_orchestrator_hides(
         )
     # A commit is acknowledged before every partition has its marker.
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], SystemClock())
-    found = [decode_control(value) for value in all_of(bus, topics.control)]
-    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]
-    assert [one.step for one in found if isinstance(one, StepCommitted)] == [0]
+    controls = [decode_control(value) for value in all_of(bus, topics.control)]
+    assert [event.incarnation for event in controls if isinstance(event, RoleStarted)] == [0, 1]
+    assert [event.step for event in controls if isinstance(event, StepCommitted)] == [0]
 
 
 def test_an_orchestrator_finds_the_run_that_a_dead_trainer_hides(
@@ -116,7 +116,7 @@ def test_an_orchestrator_finds_the_run_that_a_dead_trainer_hides(
     leave_open(trainer, Append(topic=topics.control, value=encode(records.committed(0, ()))))
     with closing(bus.writer(exclusive=f"{topics.run}.orchestrator")) as writer:
         hidden = [records.run_started(config), records.role_started("orchestrator", 0)]
-        writer.append([Append(topic=topics.control, value=encode(one)) for one in hidden])
+        writer.append([Append(topic=topics.control, value=encode(record)) for record in hidden])
     assert all_of(bus, topics.control) == []
     run_orchestrator(
         bus,
@@ -129,6 +129,6 @@ def test_an_orchestrator_finds_the_run_that_a_dead_trainer_hides(
     )
     # A commit is acknowledged before every partition has its marker.
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], SystemClock())
-    found = [decode_control(value) for value in all_of(bus, topics.control)]
-    assert len([one for one in found if isinstance(one, RunStarted)]) == 1
-    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    controls = [decode_control(value) for value in all_of(bus, topics.control)]
+    assert len([event for event in controls if isinstance(event, RunStarted)]) == 1
+    assert [event.incarnation for event in controls if isinstance(event, RoleStarted)] == [0, 1]

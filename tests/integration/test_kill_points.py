@@ -42,8 +42,8 @@ def _in_child(do: Callable[[], None]) -> int:
 
 
 def _order(files: Files, moment: AppendMoment | FileMoment, what: str, *, nth: int = NTH) -> None:
-    at = Point(moment=moment, what=what, nth=nth)
-    order = Order(number=0, seed=1, role="w0", at=at)
+    point = Point(moment=moment, what=what, nth=nth)
+    order = Order(number=0, seed=1, role="w0", at=point)
     files.order.write_bytes(msgspec.json.encode(order))
 
 
@@ -82,10 +82,10 @@ def test_a_struck_append_is_whole_or_not_there(
     path, files = _log(tmp_path), Files(tmp_path)
     _order(files, moment, "trajectory")
     assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
-    whole = [f"{number}".encode() for number in range(appends_left) for _ in range(BATCH)]
-    assert _values(path) == whole
-    acks = [one for one in files.acks("w0") if one.topic == TOPICS.trajectories]
-    assert [one.sha256 for one in acks] == [sha256_hex(value) for value in whole]
+    full = [f"{number}".encode() for number in range(appends_left) for _ in range(BATCH)]
+    assert _values(path) == full
+    acks = [ack for ack in files.acks("w0") if ack.topic == TOPICS.trajectories]
+    assert [ack.sha256 for ack in acks] == [sha256_hex(value) for value in full]
     hit = files.read_hit()
     assert hit is not None
     assert (hit.role, hit.phase) == ("w0", files_phase(moment))
@@ -106,7 +106,7 @@ def test_an_append_struck_in_its_commit_is_whole_or_not_there(tmp_path: Path) ->
     assert [value for value in dict.fromkeys(values)] == [
         f"{number}".encode() for number in range(len(values) // BATCH)
     ]
-    acks = [one for one in files.acks("w0") if one.topic == TOPICS.trajectories]
+    acks = [ack for ack in files.acks("w0") if ack.topic == TOPICS.trajectories]
     assert len(acks) <= len(values)
 
 
@@ -116,13 +116,13 @@ def test_only_the_first_incarnation_is_struck_and_the_next_one_goes_on(tmp_path:
     assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
     assert _in_child(lambda: _write(path, files)) == 99
     assert len(_values(path)) == APPENDS * BATCH
-    assert len({one.pid for one in files.acks("w0")}) == 2
+    assert len({ack.pid for ack in files.acks("w0")}) == 2
 
 
 def test_another_role_is_not_struck(tmp_path: Path) -> None:
     path, files = _log(tmp_path), Files(tmp_path)
-    at = Point(moment="before", what="trajectory", nth=1)
-    files.order.write_bytes(msgspec.json.encode(Order(number=0, seed=1, role="w1", at=at)))
+    point = Point(moment="before", what="trajectory", nth=1)
+    files.order.write_bytes(msgspec.json.encode(Order(number=0, seed=1, role="w1", at=point)))
     assert _in_child(lambda: _write(path, files)) == 99
     assert files.read_hit() is None
     assert files.order.exists()
@@ -130,9 +130,9 @@ def test_another_role_is_not_struck(tmp_path: Path) -> None:
 
 def test_a_stopped_process_goes_on_where_it_stood(tmp_path: Path) -> None:
     path, files = _log(tmp_path), Files(tmp_path)
-    at = Point(moment="before", what="trajectory", nth=2)
+    point = Point(moment="before", what="trajectory", nth=2)
     files.order.write_bytes(
-        msgspec.json.encode(Order(number=0, seed=1, role="w0", at=at, stop=True))
+        msgspec.json.encode(Order(number=0, seed=1, role="w0", at=point, stop=True))
     )
     pid = os.fork()
     if pid == 0:
@@ -160,18 +160,18 @@ def test_policy_file_is_met_before_and_after_it_has_its_name(
         FaultStore(tmp_path / "policies", injector).publish_weights(initial_weights)
 
     assert _in_child(publish) == -signal.SIGKILL
-    left = [path.name for path in (tmp_path / "policies" / "weights").iterdir()]
-    assert len(left) == 1
-    assert left[0].startswith(".tmp-") == (moment == "written")
+    names = [path.name for path in (tmp_path / "policies" / "weights").iterdir()]
+    assert len(names) == 1
+    assert names[0].startswith(".tmp-") == (moment == "written")
     store = PolicyStore(tmp_path / "policies")
     manifest = store.publish_weights(initial_weights)
     assert store.verify(manifest.digest) == manifest
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize(("moment", "what"), [("named", "delta"), ("named", "weights")])
 def test_a_version_whose_delta_has_its_name_and_whose_commit_never_came_is_published_again(
-    tmp_path: Path, moment: FileMoment, what: str, whole: bool
+    tmp_path: Path, moment: FileMoment, what: str, full: bool
 ) -> None:
     files, store = Files(tmp_path), PolicyStore(tmp_path / "policies")
     first = store.publish_weights(Walk(0)).digest
@@ -180,12 +180,12 @@ def test_a_version_whose_delta_has_its_name_and_whose_commit_never_came_is_publi
     def publish() -> None:
         injector = Injector(files, "w0", TOPICS)
         struck = FaultStore(tmp_path / "policies", injector)
-        struck.publish_version(Walk(1), before=first, whole=whole)
+        struck.publish_version(Walk(1), before=first, whole=full)
 
     assert _in_child(publish) == -signal.SIGKILL
     assert len(list((tmp_path / "policies" / "deltas").iterdir())) == 1
-    again = store.publish_version(Walk(1), before=first, whole=whole)
-    assert again.whole == whole and again.delta is not None
+    again = store.publish_version(Walk(1), before=first, whole=full)
+    assert again.whole == full and again.delta is not None
     assert store.verify(again.manifest.digest) == again.manifest
     other = store.publish_version(Walk(2), before=first, whole=False)  # another attempt
     assert store.verify(other.manifest.digest) == other.manifest
@@ -205,6 +205,6 @@ def test_a_bus_that_is_no_file_has_no_moment_inside_an_append(tmp_path: Path) ->
 def test_a_line_of_acknowledgements_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     path, files = _log(tmp_path), Files(tmp_path)
     assert _in_child(lambda: _write(path, files)) == 99
-    whole = files.acks("w0")
+    acks = files.acks("w0")
     files.acks_path("w0").write_bytes(files.acks_path("w0").read_bytes()[:-5])
-    assert files.acks("w0") == whole[:-1]
+    assert files.acks("w0") == acks[:-1]

@@ -88,10 +88,10 @@ def test_copy_that_lies_among_the_runs_is_found_by_name(sealed: Path, call: Call
 
 def test_changed_byte_of_a_copy_is_named(sealed: Path, call: Call) -> None:
     with closing(sqlite3.connect(sealed)) as file, file:
-        (at,) = file.execute(
+        (index,) = file.execute(
             "SELECT at FROM log WHERE topic = 'recorded.decisions' AND offset > 40 LIMIT 1"
         ).fetchone()
-        file.execute("UPDATE records SET value = CAST(value || ' ' AS BLOB) WHERE at = ?", (at,))
+        file.execute("UPDATE records SET value = CAST(value || ' ' AS BLOB) WHERE at = ?", (index,))
     code, _, err = call("log", "copy", "moved.sqlite", sealed)
     assert code == 5
     assert "recorded.decisions/0 differs from its source" in err

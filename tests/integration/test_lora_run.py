@@ -71,14 +71,14 @@ def test_every_later_version_is_a_small_adapter_on_the_first(cluster: Cluster) -
 def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster) -> None:
     state, most, versions_on_one = State(), 0, 0
     assigned, moved = 0, 0
-    for at in read_rounds(cluster.bus, cluster.topics):
-        fold_round(state, at.round, at.folded())
-        assigned += sum(isinstance(one, Assign) for one in at.round.decisions)
-        moved += sum(isinstance(one, Migrate) for one in at.round.decisions)
+    for entry in read_rounds(cluster.bus, cluster.topics):
+        fold_round(state, entry.round, entry.folded())
+        assigned += sum(isinstance(decision, Assign) for decision in entry.round.decisions)
+        moved += sum(isinstance(decision, Migrate) for decision in entry.round.decisions)
         for name, residence in state.residents.items():
             most = max(most, len(residence.held))
             here = state.workers[name].requests
-            specs = {state.groups[state.requests[one].group].spec.version for one in here}
+            specs = {state.groups[state.requests[entry].group].spec.version for entry in here}
             versions_on_one = max(versions_on_one, len(specs))
     assert 1 < most <= 3, most
     assert versions_on_one > 1, "requests of two versions ran on one worker"
@@ -94,9 +94,9 @@ def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
-    found = regenerated(cluster)
-    assert [one for one in found if not one.equal] == []
-    assert len({one.version for one in found}) > 1
+    result = regenerated(cluster)
+    assert [entry for entry in result if not entry.equal] == []
+    assert len({entry.version for entry in result}) > 1
 
 
 def regenerated(cluster: Cluster) -> list[Regenerated]:
@@ -134,13 +134,15 @@ def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_del
         running.run()
         report = audit(running.bus, running.topics, running.store.root)
         assert report.holds, [violation.line for violation in report.violations]
-        commits = [one.fact for _, one in sorted(ledger_of(running).steps.items())]
-        assert {one.numerics["policies"] for one in commits} == {"bfloat16"}
-        assert {one.policy.dtype for one in commits} == {"bfloat16"}
-        assert all(stands_on(one.policy, running.run_started.policy.digest) for one in commits)
-        assert all(one.delta is not None for one in commits)
+        commits = [entry.fact for _, entry in sorted(ledger_of(running).steps.items())]
+        assert {commit.numerics["policies"] for commit in commits} == {"bfloat16"}
+        assert {commit.policy.dtype for commit in commits} == {"bfloat16"}
+        assert all(
+            stands_on(commit.policy, running.run_started.policy.digest) for commit in commits
+        )
+        assert all(commit.delta is not None for commit in commits)
         assert all(line.replayed.equal for line in running.replayed(0, 4))
-        assert all(one.equal for one in regenerated(running))
+        assert all(entry.equal for entry in regenerated(running))
 
 
 def ledger_of(cluster: Cluster) -> Ledger:

@@ -38,7 +38,9 @@ def test_run_with_little_memory_comes_out_bit_for_bit(
         report = audit(running.bus, running.topics, running.store.root)
         assert report.holds, [violation.line for violation in report.violations]
         numerics = [commit.numerics for commit in commits_of(running)]
-        assert {one["packing"] for one in numerics} == {"on"}
-        assert all("head_chunk_tokens" in one and "mlp_chunk_tokens" in one for one in numerics)
+        assert {numeric["packing"] for numeric in numerics} == {"on"}
+        assert all(
+            "head_chunk_tokens" in numeric and "mlp_chunk_tokens" in numeric for numeric in numerics
+        )
         lines = again(running, last=STEPS)
         assert [line.replayed.equal for line in lines] == [True] * STEPS

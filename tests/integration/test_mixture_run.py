@@ -103,8 +103,12 @@ def cluster(
 
 def progress_of(cluster: Cluster) -> list[Progress]:
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.progress))
-    found = [decode_any_progress(record.value) for record in records]
-    return [one for one in found if isinstance(one, Progress) and one.trajectory[0] == "g"]
+    progress = [decode_any_progress(record.value) for record in records]
+    return [
+        progress
+        for progress in progress
+        if isinstance(progress, Progress) and progress.trajectory[0] == "g"
+    ]
 
 
 def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
@@ -119,13 +123,13 @@ def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> 
         ends_of(cluster.bus, cluster.topics.trajectories),
     )
     for record in records_of(cluster.bus, ends):
-        one = decode_trajectory(record.value)
-        asked = routed and one.meta.purpose == "train"
-        assert (one.routed_experts is not None) == asked
-        if one.routed_experts is not None:
-            assert one.routed_experts.experts == experts
-            assert one.routed_experts.choices.dtype == number_type(experts)
-    assert {one.routed_experts is not None for one in progress_of(cluster)} == {routed}
+        trajectory = decode_trajectory(record.value)
+        asked = routed and trajectory.meta.purpose == "train"
+        assert (trajectory.routed_experts is not None) == asked
+        if trajectory.routed_experts is not None:
+            assert trajectory.routed_experts.experts == experts
+            assert trajectory.routed_experts.choices.dtype == number_type(experts)
+    assert {entry.routed_experts is not None for entry in progress_of(cluster)} == {routed}
 
 
 def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_named(
@@ -137,13 +141,13 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
         return
     record, path = claimed(cluster)
     clock = VirtualClock()
-    clock.ns += max(one.modified_ns for one in store.blobs()) + 10**13 - clock.wall_ns()
+    clock.ns += max(blob.modified_ns for blob in store.blobs()) + 10**13 - clock.wall_ns()
     with closing(cluster.open_log()) as bus:
         plan = plan_blobs(bus, topics, store, clock=clock)
     assert (plan.files, plan.candidates, plan.note) == (len(store.blobs()), (), "")
-    whole = path.read_bytes()
+    data = path.read_bytes()
     for changed, why in (
-        (whole[:-1] + b"?", "has another digest"),
+        (data[:-1] + b"?", "has another digest"),
         (None, "the store has no such value"),
     ):
         path.unlink() if changed is None else path.write_bytes(changed)
@@ -153,16 +157,16 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
         assert why in violation.line
         with pytest.raises(InvariantBroken, match=f"cannot be read: blob {path.name}"):
             cluster.replayed(0, STEPS)
-    path.write_bytes(whole)
+    path.write_bytes(data)
     assert audit(cluster.bus, topics, store.root).holds
 
 
 def claimed(cluster: Cluster) -> tuple[Record, Path]:
     with closing(SqliteBus(cluster.path)) as bus:
         records = records_of(bus, ends_of(bus, cluster.topics.trajectories))
-        found = [one for one in records if blob_of(one) and one.key.startswith(b"g")]
-    assert len(found) > 4
-    return found[0], cluster.store.root / "blobs" / blob_of(found[0])
+        results = [record for record in records if blob_of(record) and record.key.startswith(b"g")]
+    assert len(results) > 4
+    return results[0], cluster.store.root / "blobs" / blob_of(results[0])
 
 
 def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
@@ -171,16 +175,16 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     settings = {"train": cluster.config.sampling, "eval": cluster.config.eval_sampling()}
     params: dict[str, SamplingParams] = {
-        source: sampling_params(one, stop_ids) for source, one in settings.items()
+        source: sampling_params(setting, stop_ids) for source, setting in settings.items()
     }
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        wanted = list(pick(tables, 4, 5))
-        found = list(regenerate(bus, topics, store, tables, engine, wanted, params))
+        names = list(pick(tables, 4, 5))
+        results = list(regenerate(bus, topics, store, tables, engine, names, params))
         versions = dict(tables.query("select version, digest from versions"))
         digest = export_policy(tables, cluster.store, STEPS, tmp_path)
-    assert [one.equal for one in found] == [True] * 4
+    assert [result.equal for result in results] == [True] * 4
     assert read_manifest(tmp_path / "model.safetensors").digest == digest
     assert digest == versions[STEPS] != versions[0]
     network = build(cluster.assets)
@@ -195,4 +199,6 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
 
 def further(folder: Path) -> dict[str, bytes]:
     tensors = load_file(folder / "model.safetensors")
-    return {name: one.numpy().tobytes() for name, one in tensors.items() if ".layers.2." in name}
+    return {
+        name: tensor.numpy().tobytes() for name, tensor in tensors.items() if ".layers.2." in name
+    }

@@ -59,16 +59,16 @@ class Moved:
 
     @property
     def counts(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+        counter: Counter[str] = Counter()
         for machine in self.machines.values():
-            found.update(machine.requests.counts)
-        return found
+            counter.update(machine.requests.counts)
+        return counter
 
     def released(self) -> list[RequestReleased]:
-        at = TopicPartition(self.cluster.topics.control, 0)
-        records = records_of(self.cluster.bus, {at: self.cluster.bus.end(at)})
-        found = [decode_control(record.value) for record in records]
-        return [one for one in found if isinstance(one, RequestReleased)]
+        partition = TopicPartition(self.cluster.topics.control, 0)
+        records = records_of(self.cluster.bus, {partition: self.cluster.bus.end(partition)})
+        controls = [decode_control(record.value) for record in records]
+        return [event for event in controls if isinstance(event, RequestReleased)]
 
     def trajectories(self) -> list[Trajectory]:
         topic = self.cluster.topics.trajectories
@@ -76,7 +76,7 @@ class Moved:
             tp: self.cluster.bus.end(tp)
             for tp in (TopicPartition(topic, n) for n in range(self.cluster.bus.partitions(topic)))
         }
-        return [decode_trajectory(one.value) for one in records_of(self.cluster.bus, ends)]
+        return [decode_trajectory(record.value) for record in records_of(self.cluster.bus, ends)]
 
     def _running(self, name: str) -> int:
         machine: WorkerMachine = self.cluster.roles[name].machine
@@ -100,8 +100,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moved]:
 
 
 def test_requests_moved_with_their_caches_and_none_is_left_over(moved: Moved) -> None:
-    assert {one.worker for one in moved.released()} >= {DRAINED}
-    with_cache = [one for one in moved.released() if one.kv is not None]
+    assert {release.worker for release in moved.released()} >= {DRAINED}
+    with_cache = [release for release in moved.released() if release.kv is not None]
     assert len(with_cache) >= 3
     assert moved.counts["KV caches imported"] == len(with_cache)
     assert not [name for name in moved.counts if name.startswith("KV cache not")]
@@ -116,20 +116,25 @@ def test_run_with_moves_holds(moved: Moved) -> None:
 
 
 def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
-    found = [one for one in moved.trajectories() if one.meta.migrations]
-    assert found
-    for one in found:
-        model = [segment for segment in one.segments if segment.kind == "model"]
+    trajectories = [trajectory for trajectory in moved.trajectories() if trajectory.meta.migrations]
+    assert trajectories
+    for trajectory in trajectories:
+        model = [segment for segment in trajectory.segments if segment.kind == "model"]
         assert len({(segment.worker, segment.incarnation) for segment in model}) > 1
-        assert {segment.version for segment in model} == {one.version}
-        assert (one.meta.worker, one.meta.incarnation) == (model[-1].worker, model[-1].incarnation)
-        assert one.meta.prefills[0] == one.meta.prompt_tokens
-        assert one.meta.attempt > 1
-    assert {one.meta.worker for one in found}.isdisjoint({DRAINED})
+        assert {segment.version for segment in model} == {trajectory.version}
+        assert (trajectory.meta.worker, trajectory.meta.incarnation) == (
+            model[-1].worker,
+            model[-1].incarnation,
+        )
+        assert trajectory.meta.prefills[0] == trajectory.meta.prompt_tokens
+        assert trajectory.meta.attempt > 1
+    assert {trajectory.meta.worker for trajectory in trajectories}.isdisjoint({DRAINED})
 
 
 def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> None:
-    names = [one.trajectory for one in moved.trajectories() if one.meta.migrations]
+    names = [
+        trajectory.trajectory for trajectory in moved.trajectories() if trajectory.meta.migrations
+    ]
     cluster, config = moved.cluster, moved.cluster.config
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, (END_TOKEN,)),
@@ -138,6 +143,8 @@ def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> Non
     engine = SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        found = list(regenerate(bus, topics, store, tables, engine, names, params))
-    assert [one for one in found if not one.equal] == []
-    assert min(one.prefills for one in found) == 1  # moved with its KV cache: not prefilled again
+        results = list(regenerate(bus, topics, store, tables, engine, names, params))
+    assert [result for result in results if not result.equal] == []
+    assert (
+        min(result.prefills for result in results) == 1
+    )  # moved with its KV cache: not prefilled again

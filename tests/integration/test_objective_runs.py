@@ -121,13 +121,13 @@ def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
         report = audit(running.bus, running.topics, running.store.root)
         assert report.holds, [violation.line for violation in report.violations]
         commits = commits_of(running)
-        assert [one.settings["trainer.reference"] for one in commits] == [0, 0, 2, 2, 4, 4]
-        rates = [float(one.settings["trainer.learning_rate"]) for one in commits]
+        assert [commit.settings["trainer.reference"] for commit in commits] == [0, 0, 2, 2, 4, 4]
+        rates = [float(commit.settings["trainer.learning_rate"]) for commit in commits]
         assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
-        kls = [one.metrics["kl"] for one in commits]
+        kls = [commit.metrics["kl"] for commit in commits]
         assert kls[2] == kls[4] == 0.0 < min(kls[1], kls[3], kls[5])
-        gone = {version for one in commits for version in one.dropped}
-        assert gone and not gone & {0, 2, 4, 6}
+        removed = {version for commit in commits for version in commit.dropped}
+        assert removed and not removed & {0, 2, 4, 6}
         for first in (0, 4):
             lines = again(running, first, last=6)
             assert all(line.equal for line in lines), [line.metrics for line in lines]
@@ -143,24 +143,24 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
         return int(ended.value.code or 0), capsys.readouterr().out
 
     code, out = call("--json")
-    found = json.loads(out)
+    result = json.loads(out)
     commit = commits_of(cluster)[-1]
-    assert (code, found["step"]) == (0, STEPS - 1)
-    assert found["trajectories"] == sum(len(group.trajectories) for group in commit.groups)
-    causes = found["causes"]
+    assert (code, result["step"]) == (0, STEPS - 1)
+    assert result["trajectories"] == sum(len(group.trajectories) for group in commit.groups)
+    causes = result["causes"]
     # The engine's log-probs are the trainer's but for float32, both at temperature 1.3; nothing is
     # cut off the distribution.
     assert causes["numerics"]["largest"] < 1e-4
     assert causes["sampling"]["size"] < 1e-6
-    assert sum(causes[one]["share"] for one in ("staleness", "numerics", "sampling")) == (
+    assert sum(causes[entry]["share"] for entry in ("staleness", "numerics", "sampling")) == (
         pytest.approx(1.0)
     )
     ages = {STEPS - 1 - group.version for group in commit.groups}
-    assert {int(age) for age in found["by_staleness"]} == ages
-    stale = [one["largest"] for age, one in found["by_staleness"].items() if int(age)]
+    assert {int(age) for age in result["by_staleness"]} == ages
+    stale = [row["largest"] for age, row in result["by_staleness"].items() if int(age)]
     assert stale
     assert min(stale) > 1e-4
-    assert found["tokenization"]["trajectories"] == found["trajectories"]
+    assert result["tokenization"]["trajectories"] == result["trajectories"]
 
     code, out = call("--step", "0")
     assert code == 0

@@ -39,7 +39,7 @@ def test_run_with_it_comes_out_bit_for_bit(tmp_path: Path, optimizer: str) -> No
         report = audit(running.bus, running.topics, running.store.root)
         assert report.holds, [violation.line for violation in report.violations]
         numerics = [commit.numerics for commit in commits_of(running)]
-        assert {one["policies"] for one in numerics} == {"bfloat16"}
-        assert {one["optimizer"].partition(" ")[0] for one in numerics} == {optimizer}
+        assert {numeric["policies"] for numeric in numerics} == {"bfloat16"}
+        assert {numeric["optimizer"].partition(" ")[0] for numeric in numerics} == {optimizer}
         lines = again(running, last=STEPS)
         assert [line.replayed.equal for line in lines] == [True] * STEPS

@@ -45,9 +45,9 @@ DAMAGING = list(dict.fromkeys(one for one, _, _ in DAMAGES))
 
 @pytest.fixture(scope="module")
 def own_audit() -> Callable[[Path], tuple[Any, Counter[str]]]:
-    found: Callable[[Path], tuple[Any, Counter[str]]]
-    found = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]
-    return found
+    result: Callable[[Path], tuple[Any, Counter[str]]]
+    result = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]
+    return result
 
 
 def _program(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -85,10 +85,12 @@ def test_a_run_that_holds_has_no_finding_and_the_figures_of_audit(
     assert (len(ledger.commits), ledger.rounds) == (ours.steps, ours.rounds)
     assert dict(standings) == {"counts": ours.standings.pop("bound")} | ours.standings
     outcomes = Counter(group.outcome for group in ledger.groups.values())
-    assert outcomes == Counter({one.outcome: one.groups for one in ours.outcomes if one.groups})
+    assert outcomes == Counter(
+        {outcome.outcome: outcome.groups for outcome in ours.outcomes if outcome.groups}
+    )
 
 
-@pytest.mark.parametrize("damaging", DAMAGING, ids=[one.__name__ for one in DAMAGING])
+@pytest.mark.parametrize("damaging", DAMAGING, ids=[entry.__name__ for entry in DAMAGING])
 def test_every_damage_that_audit_names_is_found_from_the_page_alone(
     copy: RecordedRun,
     own_audit: Callable[[Path], tuple[Any, Counter[str]]],
@@ -112,33 +114,35 @@ def test_an_agents_trajectory_is_checked_from_the_page_alone(
         name = branch(log)
     ledger, _ = own_audit(copy.directory)
     assert [
-        one for one in ledger.findings.lines if name in one and "contributions" not in one
+        line for line in ledger.findings.lines if name in line and "contributions" not in line
     ] == []
 
 
-def _other_seed(one: Trajectory) -> Trajectory:
-    first, *others = one.meta.calls
-    calls = (msgspec.structs.replace(first, seed=first.seed + 1), *others)
-    return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+def _other_seed(trajectory: Trajectory) -> Trajectory:
+    first, *rest = trajectory.meta.calls
+    calls = (msgspec.structs.replace(first, seed=first.seed + 1), *rest)
+    return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, calls=calls))
 
 
-def _one_less(one: Trajectory) -> Trajectory:
-    return replace(one, meta=msgspec.structs.replace(one.meta, calls=one.meta.calls[1:]))
+def _one_less(trajectory: Trajectory) -> Trajectory:
+    return replace(
+        trajectory, meta=msgspec.structs.replace(trajectory.meta, calls=trajectory.meta.calls[1:])
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(_other_seed, "seed of the call"), (_one_less, "tokens of calls")]
+    ("change", "text"), [(_other_seed, "seed of the call"), (_one_less, "tokens of calls")]
 )
 def test_a_call_that_does_not_follow_is_found_from_the_page_alone(
     copy: RecordedRun,
     own_audit: Callable[[Path], tuple[Any, Counter[str]]],
     change: Callable[[Trajectory], Trajectory],
-    said: str,
+    text: str,
 ) -> None:
     with Tamper(copy) as log:
-        name = branch(log, change=lambda found: change(branched(found)))
+        name = branch(log, change=lambda result: change(branched(result)))
     ledger, _ = own_audit(copy.directory)
-    assert [one for one in ledger.findings.lines if name in one and said in one]
+    assert [line for line in ledger.findings.lines if name in line and text in line]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -159,7 +163,7 @@ def test_decisions_that_lost_their_end_show_in_the_facts_that_answered_them(
     with Tamper(copy) as log:
         log.remove(log.rows("decisions")[-1])
     ledger, _ = own_audit(copy.directory)
-    lines = [one for one in ledger.findings.lines if "but no decision stopped it" in one]
+    lines = [line for line in ledger.findings.lines if "but no decision stopped it" in line]
     assert len(lines) == 3, ledger.findings.lines
 
 
@@ -173,8 +177,8 @@ def test_records_under_another_key_and_in_no_partition_are_found(
             log.put(replace(row, key=b"w9"))
     with closing(sqlite3.connect(copy.log)) as file, file:
         (topic,) = file.execute("SELECT id FROM topics WHERE name LIKE '%.decisions'").fetchone()
-        for at in (77 << 52 | 3, topic << 52 | 5 << 40 | 1):
-            file.execute("INSERT INTO records (at, key, value) VALUES (?, x'', x'')", (at,))
+        for position in (77 << 52 | 3, topic << 52 | 5 << 40 | 1):
+            file.execute("INSERT INTO records (at, key, value) VALUES (?, x'', x'')", (position,))
     ledger, _ = own_audit(copy.directory)
     assert ledger.findings.lines == [
         f"control control:{ready.offset}: key: expected {ready.key.decode()}, found w9",
@@ -197,9 +201,9 @@ def test_a_changed_byte_of_control_breaks_the_chain(
 
 
 def test_the_program_prints_a_line_per_finding_and_ends_with_1(copy: RecordedRun) -> None:
-    whole = _program(copy.directory)
-    assert (whole.returncode, whole.stderr) == (0, "")
-    assert "findings  0\n" in whole.stdout
+    program = _program(copy.directory)
+    assert (program.returncode, program.stderr) == (0, "")
+    assert "findings  0\n" in program.stdout
     with Tamper(copy) as log:
         subject = damage.change_token(log)
     broken = _program(copy.directory)
@@ -232,7 +236,7 @@ def test_it_reads_beside_a_writer_as_of_one_moment(
 
 @pytest.mark.slow
 @pytest.mark.pure
-@pytest.mark.parametrize("kind", [one for one in UNSEEN if one != "round"])
+@pytest.mark.parametrize("kind", [entry for entry in UNSEEN if entry != "round"])
 def test_every_field_that_audit_names_is_found_but_what_takes_the_planner(
     copy: RecordedRun,
     own_audit: Callable[[Path], tuple[Any, Counter[str]]],

@@ -34,17 +34,17 @@ ENDS = "rounds the last round: folds control to "
 def copy_log(bus: Bus, topics: Topics, path: Path) -> None:
     """Write the topics of a run to a new file; offsets stay, so rounds name what they named."""
     names = topics.all()
-    with closing(SqliteBus(path)) as made:
-        made.create([TopicSpec(name=name, partitions=bus.partitions(name)) for name in names])
+    with closing(SqliteBus(path)) as new_bus:
+        new_bus.create([TopicSpec(name=name, partitions=bus.partitions(name)) for name in names])
     with closing(sqlite3.connect(path)) as log:
         numbers = dict(log.execute("SELECT name, id FROM topics").fetchall())
         for name in names:
             for partition in range(bus.partitions(name)):
-                at = TopicPartition(name, partition)
+                position = TopicPartition(name, partition)
                 base = numbers[name] << 52 | partition << 40
                 rows = (
-                    (base | one.offset, one.key, _packed(one.headers), one.value)
-                    for one in records_of(bus, {at: bus.end(at)})
+                    (base | record.offset, record.key, _packed(record.headers), record.value)
+                    for record in records_of(bus, {position: bus.end(position)})
                 )
                 log.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
         log.commit()
@@ -59,13 +59,13 @@ def quiet() -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
 
 
-def _findings(seed: int, place: Path) -> list[str]:
-    place.mkdir()
+def _findings(seed: int, path: Path) -> list[str]:
+    path.mkdir()
     seed_run = SeedRun(draw(seed))
     close = World.close
 
     def close_copied(self: World) -> None:
-        copy_log(self.bus, self.topics, place / "log.sqlite")
+        copy_log(self.bus, self.topics, path / "log.sqlite")
         close(self)
 
     with pytest.MonkeyPatch.context() as delta:
@@ -73,7 +73,7 @@ def _findings(seed: int, place: Path) -> list[str]:
         played = seed_run.run()
     assert played.holds, played.line
     own: Callable[[Path], Any] = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]
-    ledger, standings = own(place)
+    ledger, standings = own(path)
     assert standings["counts"] > 0 and ledger.findings.looked > 200
     return [line for line in ledger.findings.lines if not line.startswith(ENDS)]
 
@@ -88,5 +88,5 @@ def test_a_seed_that_holds_has_no_finding(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", range(4))
 def test_many_seeds_that_hold_have_no_finding(chunk: int, tmp_path: Path) -> None:
     for seed in range(100 + 10 * chunk, 110 + 10 * chunk):
-        found = _findings(seed, tmp_path / str(seed))
-        assert found == [], seed
+        findings = _findings(seed, tmp_path / str(seed))
+        assert findings == [], seed

@@ -60,7 +60,7 @@ NO_SUCH_RUN = frozenset({"forged"})
 
 
 def _open(config: model.Config) -> None:
-    for task in (one for *_, one in sections_of(config) if isinstance(one, model.Task)):
+    for task in (task for *_, task in sections_of(config) if isinstance(task, model.Task)):
         kind = task.kind.partition(":")[0]
         if kind in ("gymnasium", "reasoning-gym") and installed(kind):
             assert dataset_digest(open_task(task), "train")[1] > 0
@@ -105,10 +105,10 @@ class Stage:
     def line(self, typed: pages.Typed) -> str:
         """Return what is wrong with a typed line: the command, its exit code or its output."""
         for words in typed.commands():
-            found = problem(words, self.folder)
-            if found:
-                told = [pages.matches(line, found.splitlines()) for line in typed.shown]
-                return "" if told and all(told) else f"{typed.line}: {found}"
+            actual_problem = problem(words, self.folder)
+            if actual_problem:
+                matches = [pages.matches(line, actual_problem.splitlines()) for line in typed.shown]
+                return "" if matches and all(matches) else f"{typed.line}: {actual_problem}"
             if Path(words[0]).name == "dora-pipe" and self.reads(words[1:]):
                 code, out, error = self.read(words[1:])
                 missing = pages.missing_lines(typed.shown, out)

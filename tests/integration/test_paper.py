@@ -21,10 +21,10 @@ def rows(*words: str) -> list[dict[str, object]]:
 
 
 def test_lengths_stand_beside_what_was_published() -> None:
-    found = rows("--section", "lengths")
-    errors = [str(row["error"]) for row in found if row["error"]]
+    actual_rows = rows("--section", "lengths")
+    errors = [str(row["error"]) for row in actual_rows if row["error"]]
     assert len(errors) == 7
-    assert max(abs(float(one.rstrip("%"))) for one in errors) < 15
+    assert max(abs(float(error.rstrip("%"))) for error in errors) < 15
 
 
 def test_an_unknown_section_is_named() -> None:
@@ -37,14 +37,14 @@ def test_ratios_stand_beside_what_was_published() -> None:
     minutes = {("dora", 64): 15.0, ("dora", 128): 10.0}
     for other in ("sync", "one-step"):
         minutes |= {(other, 64): 30.0, (other, 128): 15.0}
-    found = {(row["dora against"], row["gpus"]): row for row in ratio_rows(minutes)}
-    assert found["one-step", 64]["published"] == pytest.approx(22.94 / 14.67)
-    assert found["one-step", 128]["published"] == pytest.approx(14.0 / 10.46)
-    assert {row["simulated"] for row in found.values()} == {2.0, 1.5}
+    results = {(row["dora against"], row["gpus"]): row for row in ratio_rows(minutes)}
+    assert results["one-step", 64]["published"] == pytest.approx(22.94 / 14.67)
+    assert results["one-step", 128]["published"] == pytest.approx(14.0 / 10.46)
+    assert {row["simulated"] for row in results.values()} == {2.0, 1.5}
 
 
 def scenario(name: str, gpus: int) -> Scenario:
-    return next(one for one in published_rows(gpus) if one.name == name)
+    return next(row for row in published_rows(gpus) if row.name == name)
 
 
 def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
@@ -55,11 +55,11 @@ def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
 
 
 def test_parts_hide_what_a_whole_batch_exposes_and_cost_as_much_training() -> None:
-    whole, parted = (
+    full, parted = (
         simulate(parted_row(64, parts), seed=1, steps=8, per_step=64) for parts in (1, PARTS)
     )
-    assert parted.train_min == pytest.approx(whole.train_min, rel=0.05)
-    assert parted.exposed_min < 0.7 * whole.exposed_min
+    assert parted.train_min == pytest.approx(full.train_min, rel=0.05)
+    assert parted.exposed_min < 0.7 * full.exposed_min
 
 
 @pytest.mark.pure
@@ -67,10 +67,10 @@ def test_parts_hide_what_a_whole_batch_exposes_and_cost_as_much_training() -> No
 @pytest.mark.parametrize("gpus", SIZES)
 def test_with_parts_a_step_is_below_the_published_one_and_near_its_limit(gpus: int) -> None:
     row = parted_row(gpus, PARTS)
-    found = simulate(row, seed=1)
+    simulation = simulate(row, seed=1)
     assert row.published.step_min is not None
-    assert found.step_min < row.published.step_min
-    assert found.step_min < 1.03 * limit_min(row, FITTED)
+    assert simulation.step_min < row.published.step_min
+    assert simulation.step_min < 1.03 * limit_min(row, FITTED)
 
 
 @pytest.mark.pure
@@ -82,14 +82,14 @@ def test_with_parts_a_step_is_below_the_published_one_and_near_its_limit(gpus: i
 def test_fitted_rows_lie_near_what_was_published(name: str, gpus: int, within: float) -> None:
     row = scenario(name, gpus)
     assert row.published.step_min is not None
-    found = simulate(row, seed=1, steps=10)
-    assert found.step_min == pytest.approx(row.published.step_min, rel=within)
+    simulation = simulate(row, seed=1, steps=10)
+    assert simulation.step_min == pytest.approx(row.published.step_min, rel=within)
 
 
 @pytest.mark.pure
 @pytest.mark.slow
 def test_no_row_beats_the_limit_of_its_hardware() -> None:
     for row in published_rows(64):
-        found = simulate(row, seed=2, steps=9)
-        tokens = found.tokens_s * found.step_min * 60
-        assert found.step_min >= limit_min(row, FITTED, tokens) * 0.97, row.name
+        simulation = simulate(row, seed=2, steps=9)
+        tokens = simulation.tokens_s * simulation.step_min * 60
+        assert simulation.step_min >= limit_min(row, FITTED, tokens) * 0.97, row.name

@@ -39,7 +39,9 @@ def test_every_entrant_trains_as_much_and_the_same_seed_gives_the_same_figures(
 ) -> None:
     study = quick(tmp_path)  # of a model that has learnt nothing: no run comes to its target
     study.begin()
-    dora, again, sync, parts = (play(study, one) for one in ("dora", "dora", "sync", "dora-parts"))
+    dora, again, sync, parts = (
+        play(study, entry) for entry in ("dora", "dora", "sync", "dora-parts")
+    )
     assert dora == again
     assert dora.steps == sync.steps == parts.steps == study.scale.steps
     assert sync.staleness == 0 < dora.staleness <= 2
@@ -94,13 +96,15 @@ def due_s(tasks: LateTasks, clock: VirtualClock, call: TaskCall) -> float:
 
 def test_tools_take_as_long_for_every_entrant_and_nothing_else_takes_a_while() -> None:
     used = Turn(text="n1", tool_calls=(ToolCall(name="calculator", arguments={"a": 1, "b": 2}),))
-    found = []
+    results = []
     for attempt in (0, 1):
         tasks, clock, _ = late()
-        found.append(due_s(tasks, clock, EnvStep(request=f"g0000000000-003/{attempt}", turn=used)))
-    assert found[0] == found[1] > 0.1
+        results.append(
+            due_s(tasks, clock, EnvStep(request=f"g0000000000-003/{attempt}", turn=used))
+        )
+    assert results[0] == results[1] > 0.1
     tasks, clock, _ = late(seed=1)
-    assert due_s(tasks, clock, EnvStep(request="g0000000000-003/0", turn=used)) != found[0]
+    assert due_s(tasks, clock, EnvStep(request="g0000000000-003/0", turn=used)) != results[0]
     tasks, clock, _ = late()
     assert due_s(tasks, clock, EnvStep(request="a/0", turn=Turn(text="answer 3"))) < 0.1
     assert due_s(tasks, clock, PromptCall(request="b/0", split="train", index=0)) < 0.1
@@ -112,7 +116,7 @@ def test_latencies_are_normal_with_none_below_zero() -> None:
     for number in range(400):
         tasks, clock, _ = late()
         drawn.append(due_s(tasks, clock, EnvStep(request=f"g{number}/0", turn=used)))
-    quick_share = sum(one < 0.1 for one in drawn) / len(drawn)
+    quick_share = sum(scenario < 0.1 for scenario in drawn) / len(drawn)
     assert 0.1 < quick_share < 0.25, "a sixth of N(10, 10) is below 0"
     assert 9 < sum(drawn) / len(drawn) < 12.5
 
@@ -123,6 +127,6 @@ def test_the_process_forgets_who_is_forgotten_and_is_asked_when_the_time_is_over
     tasks.start(call)
     assert not process.seen and not tasks.poll()
     clock.sleep(1.0)
-    assert [one.request for one in tasks.poll()] == ["a/0"]
+    assert [request.request for request in tasks.poll()] == ["a/0"]
     tasks.start(Forget(request="a/0"))
     assert process.seen == [call, Forget(request="a/0")]

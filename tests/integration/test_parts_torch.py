@@ -60,7 +60,7 @@ def commits(cluster: Cluster) -> list[StepCommitted]:
     control = TopicPartition(cluster.topics.control, 0)
     records = records_of(cluster.bus, {control: cluster.bus.end(control)})
     facts = [decode_control(record.value) for record in records]
-    return [one for one in facts if isinstance(one, StepCommitted)]
+    return [fact for fact in facts if isinstance(fact, StepCommitted)]
 
 
 def test_run_whose_trainer_was_killed_between_parts_holds(cluster: Cluster) -> None:
@@ -76,11 +76,11 @@ def test_every_step_comes_out_bit_for_bit(cluster: Cluster) -> None:
 
 def test_contributions_tell_the_update_of_each_part(cluster: Cluster) -> None:
     several = cluster.config.trainer.minibatches > 1
-    found = commits(cluster)
-    assert found[0].parts == (2, 2)
-    for commit in found:
+    actual_commits = commits(cluster)
+    assert actual_commits[0].parts == (2, 2)
+    for commit in actual_commits:
         assert commit.metrics["updates"] == (PARTS if several else 1)
-    rows = stored_contributions(cluster.store, found[0].contributions.sha256)
+    rows = stored_contributions(cluster.store, actual_commits[0].contributions.sha256)
     updates = {row["group"]: row["minibatch"] for row in rows}
     expected = [0, 0, 1, 1, 2, 2] if several else [0] * 6
-    assert [updates[one.group] for one in found[0].groups] == expected
+    assert [updates[group.group] for group in actual_commits[0].groups] == expected

@@ -51,9 +51,9 @@ def finished(tmp_path: Path, recorded: RecordedRun, monkeypatch: pytest.MonkeyPa
     return recorded.copy(tmp_path / "runs" / "recorded")
 
 
-def change_config(place: Path, **changes: object) -> None:
+def change_config(directory: Path, **changes: object) -> None:
     """Keys of the model's config.json."""
-    path = place / "model" / "config.json"
+    path = directory / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 

@@ -38,10 +38,12 @@ class Ranked(Puzzles):
         self.group = self._together
 
     def _together(self, call: GroupCall) -> TaskEvent:
-        said = [digest(str(one.turns)) for one in call.completions]
-        rewards = tuple(float(sorted(said).index(one)) for one in said)
+        digests = [digest(str(completion.turns)) for completion in call.completions]
+        rewards = tuple(float(sorted(digests).index(digest)) for digest in digests)
         return GroupRewarded(
-            request=call.request, rewards=rewards, parts=tuple({"rank": one} for one in rewards)
+            request=call.request,
+            rewards=rewards,
+            parts=tuple({"rank": reward} for reward in rewards),
         )
 
 
@@ -53,8 +55,8 @@ def episodes(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     together = {"task__kind": "mine:Task", "task__reward": [{"use": "mine:rank", "group": True}]}
-    place = tmp_path_factory.mktemp("ranked") / "run"
-    return fork_stage.record(place, Ranked, **EVALUATION, **together)
+    path = tmp_path_factory.mktemp("ranked") / "run"
+    return fork_stage.record(path, Ranked, **EVALUATION, **together)
 
 
 class Asked:
@@ -80,7 +82,7 @@ class Asked:
                 " where g.outcome = 'evaluated' and g.version = ? order by g.row, t.sample",
                 [version],
             )
-        return [one for (one,) in rows]
+        return [entry for (entry,) in rows]
 
     def close(self) -> None:
         self._stack.close()
@@ -88,8 +90,8 @@ class Asked:
 
 @pytest.fixture
 def asked(episodes: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    with closing(Asked(episodes, monkeypatch)) as found:
-        yield found
+    with closing(Asked(episodes, monkeypatch)) as asked:
+        yield asked
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -97,18 +99,18 @@ def test_episodes_of_equal_weights_have_the_rewards_that_the_run_gave_them(
     asked: Asked, version: int
 ) -> None:
     probe = asked.begin(Puzzles)
-    found = asked.of(probe, version, DRAWS)
-    assert found == asked.logged(version)
-    assert len({*found}) == 2
+    result = asked.of(probe, version, DRAWS)
+    assert result == asked.logged(version)
+    assert len({*result}) == 2
 
 
 def test_draws_after_the_last_row_have_other_seeds_and_do_not_depend_on_how_they_are_asked(
     asked: Asked,
 ) -> None:
     probe = asked.begin(Puzzles)
-    whole = asked.of(probe, 0, 2 * DRAWS + 1)
-    assert whole[:DRAWS] != whole[DRAWS : 2 * DRAWS]
-    assert asked.of(probe, 0, 7) == whole[:7]
+    full = asked.of(probe, 0, 2 * DRAWS + 1)
+    assert full[:DRAWS] != full[DRAWS : 2 * DRAWS]
+    assert asked.of(probe, 0, 7) == full[:7]
 
 
 def test_an_evaluation_that_scores_groups_is_refused_by_name(
@@ -126,8 +128,8 @@ def without(*lost: int) -> type[Puzzles]:
 
     class Lossy(Puzzles):
         def _score(self, call: RewardCall) -> TaskEvent:
-            found = super()._score(call)
-            return failed(call, "Retry", "busy") if next(calls) in lost else found
+            score = super()._score(call)
+            return failed(call, "Retry", "busy") if next(calls) in lost else score
 
     return Lossy
 
@@ -135,13 +137,13 @@ def without(*lost: int) -> type[Puzzles]:
 def test_an_episode_without_a_reward_does_not_count_and_is_said_with_why(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = asked.of(asked.begin(without(0, 5)), 0, DRAWS)
+    result = asked.of(asked.begin(without(0, 5)), 0, DRAWS)
     expected = asked.logged(0)
-    assert sum(one is None for one in found) == 2
-    both = zip(found, expected, strict=True)
-    assert all(one is None or one == other for one, other in both)
-    assert "2 of 12 draws have no valid reward" in (said := capsys.readouterr().err)
-    assert "Retry 2" in said
+    assert sum(entry is None for entry in result) == 2
+    both = zip(result, expected, strict=True)
+    assert all(entry is None or entry == other for entry, other in both)
+    assert "2 of 12 draws have no valid reward" in (err := capsys.readouterr().err)
+    assert "Retry 2" in err
 
 
 def test_where_no_draw_has_a_reward_nothing_is_decided(asked: Asked) -> None:

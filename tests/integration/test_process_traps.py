@@ -60,19 +60,24 @@ def _log(order: Order, folder: Path) -> Iterator[tuple[Bus, Topics]]:
 
 def _control(bus: Bus, topics: Topics) -> list[tuple[int, AnyControl | Unknown]]:
     records = records_of(bus, ends_of(bus, topics.control))
-    return [(one.offset, decode_control(one.value)) for one in records]
+    return [(record.offset, decode_control(record.value)) for record in records]
 
 
 def _trained(control: list[tuple[int, AnyControl | Unknown]]) -> list[TakenTrajectory]:
     commits = [fact for _, fact in control if isinstance(fact, StepCommitted)]
-    return [one for fact in commits for group in fact.groups for one in group.trajectories]
+    return [
+        trajectory for fact in commits for group in fact.groups for trajectory in group.trajectories
+    ]
 
 
 def _fence_of(bus: Bus, topics: Topics, worker: str, incarnation: int) -> Round:
     for record in records_of(bus, ends_of(bus, topics.decisions)):
         round_ = decode_round(record.value)
-        for one in round_.decisions:
-            if isinstance(one, Fence) and (one.worker, one.incarnation) == (worker, incarnation):
+        for decision in round_.decisions:
+            if isinstance(decision, Fence) and (decision.worker, decision.incarnation) == (
+                worker,
+                incarnation,
+            ):
                 return round_
     raise AssertionError("the worker was never fenced")
 
@@ -99,8 +104,10 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
         ]
         report = audit(bus, topics, directory_of(STOPPED, folder).path / "policies")
     assert late, "it was stopped before it logged anything: the trap was not set"
-    trained = {(one.incarnation, one.partition, one.offset) for one in _trained(control)}
-    assert not {(one.incarnation, one.partition, one.offset) for one in late} & trained
+    trained = {
+        (record.incarnation, record.partition, record.offset) for record in _trained(control)
+    }
+    assert not {(record.incarnation, record.partition, record.offset) for record in late} & trained
     assert report.holds, report.violations
     assert report.standings["fenced"] >= len(late)
     again = [fact for offset, fact in joined if offset > incarnation]
@@ -110,12 +117,14 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
 
 def _trajectories(order: Order, folder: Path) -> dict[str, Trajectory]:
     with _log(order, folder) as (bus, topics):
-        wanted = {(one.partition, one.offset) for one in _trained(_control(bus, topics))}
+        expected = {(record.partition, record.offset) for record in _trained(_control(bus, topics))}
         records = records_of(bus, ends_of(bus, topics.trajectories))
-        found = [
-            decode_trajectory(one.value) for one in records if (one.partition, one.offset) in wanted
+        trajectories = [
+            decode_trajectory(record.value)
+            for record in records
+            if (record.partition, record.offset) in expected
         ]
-    return {one.trajectory: one for one in found}
+    return {trajectory.trajectory: trajectory for trajectory in trajectories}
 
 
 def test_worker_killed_at_token_200_goes_on_from_its_progress_with_the_same_tokens(
@@ -123,16 +132,20 @@ def test_worker_killed_at_token_200_goes_on_from_its_progress_with_the_same_toke
 ) -> None:
     hit = Files(directory_of(KILLED, folder).path).read_hit()
     assert hit is not None and hit.role == KILLED.role
-    killed, whole = _trajectories(KILLED, folder), _trajectories(UNHARMED, folder)
-    assert killed.keys() == whole.keys()
-    assert all(len(one.meta.prefills) == 1 for one in whole.values())
-    went_on = [one for one in killed.values() if len(one.meta.prefills) > 1]
+    killed, trajectories = _trajectories(KILLED, folder), _trajectories(UNHARMED, folder)
+    assert killed.keys() == trajectories.keys()
+    assert all(len(trajectory.meta.prefills) == 1 for trajectory in trajectories.values())
+    went_on = [trajectory for trajectory in killed.values() if len(trajectory.meta.prefills) > 1]
     assert went_on
-    reached = [one.meta.prefills[-1] - one.meta.prompt_tokens for one in went_on]
+    reached = [
+        trajectory.meta.prefills[-1] - trajectory.meta.prompt_tokens for trajectory in went_on
+    ]
     assert max(reached) >= KILLED_AT - CHECKPOINT_TOKENS
-    for one in killed.values():
-        assert one.version == 0
-        assert one.token_ids == whole[one.trajectory].token_ids
-        ours = [value for value in one.logprobs if value is not None]
-        theirs = [value for value in whole[one.trajectory].logprobs if value is not None]
+    for trajectory in killed.values():
+        assert trajectory.version == 0
+        assert trajectory.token_ids == trajectories[trajectory.trajectory].token_ids
+        ours = [value for value in trajectory.logprobs if value is not None]
+        theirs = [
+            value for value in trajectories[trajectory.trajectory].logprobs if value is not None
+        ]
         assert ours == pytest.approx(theirs, abs=1e-4)

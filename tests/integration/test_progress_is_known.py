@@ -28,8 +28,8 @@ def test_acknowledged_progress_record_brings_the_next_status_forward() -> None:
     (record,) = world.records(TOPICS.progress)
     world.ticks(worker, 3)
     (status,) = world.statuses()[before:]
-    known = {"g0000000001-000": Resume(tokens=16, partition=1, offset=record.offset)}
-    assert status.progress == known
+    known_before = {"g0000000001-000": Resume(tokens=16, partition=1, offset=record.offset)}
+    assert status.progress == known_before
 
 
 def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
@@ -52,13 +52,13 @@ def test_statuses_of_many_running_requests_say_what_has_changed_alone() -> None:
     world.decide(*(world.place(worker, 1, sample) for sample in range(80)))
     world.until(worker, lambda: len(worker.machine.requests.progress()) == 80)
     world.ticks(worker, 3 * WHOLE_EVERY * 20)
-    statuses = [decode_metrics(one.value) for one in world.records(TOPICS.metrics)]
-    said = [one for one in statuses if isinstance(one, WorkerStatus)]
-    whole = [one for one in said if not one.since]
-    assert len(whole) == -(-len(said) // WHOLE_EVERY) > 1
-    told = sum(len(one.progress) for one in said if one.since)
+    statuses = [decode_metrics(record.value) for record in world.records(TOPICS.metrics)]
+    texts = [status for status in statuses if isinstance(status, WorkerStatus)]
+    full_texts = [text for text in texts if not text.since]
+    assert len(full_texts) == -(-len(texts) // WHOLE_EVERY) > 1
+    reply = sum(len(status.progress) for status in texts if status.since)
     chunks = len(world.records(TOPICS.progress))
-    assert told <= chunks, "each record of progress is named once, but in whole statuses"
+    assert reply <= chunks, "each record of progress is named once, but in whole statuses"
     assert world.statuses()[-1].progress == worker.machine.requests.progress()
 
 
@@ -98,28 +98,32 @@ def _fresh_progress(cluster: Cluster, name: str) -> dict[str, Resume]:
         cluster.tick()
         if calm_ns < 500_000_000:
             continue  # the next heartbeat would tell it anyway
-        fresh = {at: one for at, one in requests.progress().items() if before.get(at) != one}
+        fresh = {
+            index: entry
+            for index, entry in requests.progress().items()
+            if before.get(index) != entry
+        }
         if fresh:
             cluster.ticks(2 * TURN_TICKS)
             still = requests.progress()
-            fresh = {at: one for at, one in fresh.items() if still.get(at) == one}
+            fresh = {index: entry for index, entry in fresh.items() if still.get(index) == entry}
         if fresh:
             return fresh
     raise AssertionError("no request keeps a progress record for long enough")
 
 
 def _placed_again(cluster: Cluster) -> dict[str, Resume | None]:
-    found: dict[str, Resume | None] = {}
-    reader = cluster.bus.reader({(at := _decisions(cluster)): 0})
-    while reader.position(at) < cluster.bus.end(at):
+    resumes: dict[str, Resume | None] = {}
+    reader = cluster.bus.reader({(decisions := _decisions(cluster)): 0})
+    while reader.position(decisions) < cluster.bus.end(decisions):
         for record in reader.poll(timeout_s=0.0):
             for decision in decode_round(record.value).decisions:
                 if isinstance(decision, Schedule):
-                    for one in decision.requests():
-                        if one.attempt == 2:
-                            found[one.trajectory] = one.resume
+                    for request in decision.requests():
+                        if request.attempt == 2:
+                            resumes[request.trajectory] = request.resume
     reader.close()
-    return found
+    return resumes
 
 
 def _decisions(cluster: Cluster) -> TopicPartition:

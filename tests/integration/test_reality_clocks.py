@@ -68,13 +68,13 @@ class Machines(Cluster):
 
 def rounds_of(cluster: Cluster) -> list[Round]:
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.decisions))
-    return [decode_round(one.value) for one in records]
+    return [decode_round(record.value) for record in records]
 
 
 def decided(cluster: Cluster) -> list[tuple[int, int, list[AnyDecision]]]:
     return [
-        (one.ordinal, one.control_next, [undated(decision) for decision in one.decisions])
-        for one in rounds_of(cluster)
+        (entry.ordinal, entry.control_next, [undated(decision) for decision in entry.decisions])
+        for entry in rounds_of(cluster)
     ]
 
 
@@ -85,7 +85,7 @@ def undated(decision: AnyDecision) -> AnyDecision:
         msgspec.structs.replace(
             group,
             trajectories=tuple(
-                msgspec.structs.replace(one, sha256="") for one in group.trajectories
+                msgspec.structs.replace(trajectory, sha256="") for trajectory in group.trajectories
             ),
         )
         for group in decision.groups
@@ -95,22 +95,22 @@ def undated(decision: AnyDecision) -> AnyDecision:
 
 def weights(cluster: Cluster) -> list[str]:
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
-    facts = (decode_control(one.value) for one in records)
-    return [one.digest_after for one in facts if isinstance(one, StepCommitted)]
+    facts = (decode_control(record.value) for record in records)
+    return [fact.digest_after for fact in facts if isinstance(fact, StepCommitted)]
 
 
 def test_a_run_on_machines_whose_clocks_disagree_is_the_run_on_one_clock(tmp_path: Path) -> None:
     config = make_config(run__steps=STEPS)
-    with Cluster(tmp_path / "one", config, on_disk=False) as one:
-        one.run()
-        wanted, trained = decided(one), weights(one)
+    with Cluster(tmp_path / "one", config, on_disk=False) as cluster:
+        cluster.run()
+        expected, trained = decided(cluster), weights(cluster)
     with Machines(tmp_path / "many", config, on_disk=False) as many:
         many.run()
         report = audit(many.bus, many.topics, many.store.root)
         assert report.holds, [violation.line for violation in report.violations]
         assert report.finished
         assert weights(many) == trained
-        assert decided(many) == wanted
+        assert decided(many) == expected
 
 
 def test_a_successor_on_a_machine_whose_clock_is_behind_never_turns_time_back(
@@ -127,10 +127,10 @@ def test_a_successor_on_a_machine_whose_clock_is_behind_never_turns_time_back(
         many.run()
         rounds = rounds_of(many)
         assert len(rounds) > len(before) + 5
-        times = [one.now_ns for one in rounds]
+        times = [entry.now_ns for entry in rounds]
         assert times == sorted(times)
-        seen = [one for round_ in rounds for one in round_.observations]
-        assert not any(isinstance(one, LeaseExpired) for one in seen), (
+        observed_rounds = [observation for round_ in rounds for observation in round_.observations]
+        assert not any(isinstance(expired, LeaseExpired) for expired in observed_rounds), (
             "no clock but the orchestrator's own decides who is silent"
         )
         assert audit(many.bus, many.topics, many.store.root).holds

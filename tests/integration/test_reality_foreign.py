@@ -47,7 +47,9 @@ LIES = (
 
 def value_of(cluster: Cluster, kind: type) -> bytes:
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
-    return next(one.value for one in records if isinstance(decode_control(one.value), kind))
+    return next(
+        record.value for record in records if isinstance(decode_control(record.value), kind)
+    )
 
 
 def in_control(cluster: Cluster) -> list[bytes]:
@@ -94,11 +96,14 @@ def in_trajectories(cluster: Cluster) -> list[Append]:
     topic = cluster.topics.trajectories
     real = next(iter(records_of(cluster.bus, ends_of(cluster.bus, topic))))
     run = (("run", b"other"),)
-    others = tuple(one for one in real.headers if one[0] != "run")
+    headers = tuple(header for header in real.headers if header[0] != "run")
     return [
-        *(Append(topic=topic, partition=at % 3, value=one) for at, one in enumerate(GARBAGE)),
+        *(
+            Append(topic=topic, partition=index % 3, value=value)
+            for index, value in enumerate(GARBAGE)
+        ),
         Append(topic=topic, partition=1, value=b"x", headers=(("version", b"-1"), ("x", b"y"))),
-        Append(topic=topic, partition=1, value=real.value, headers=(*run, *others)),
+        Append(topic=topic, partition=1, value=real.value, headers=(*run, *headers)),
         Append(topic=topic, partition=2, value=b"forged", headers=real.headers, key=real.key),
         Append(
             topic=topic,
@@ -121,8 +126,8 @@ def cluster(tmp_path: Path) -> Cluster:
 
 def sprinkle(cluster: Cluster, records: Sequence[Append]) -> None:
     writer = cluster.bus.writer()
-    for one in records:
-        writer.append([one])
+    for record in records:
+        writer.append([record])
         cluster.ticks(EVERY_TICKS)
 
 
@@ -132,10 +137,12 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
     with cluster:
         cluster.until(lambda: cluster.version >= 1)
         topics = cluster.topics
-        sprinkle(cluster, [Append(topic=topics.control, value=one) for one in in_control(cluster)])
-        sprinkle(cluster, [Append(topic=topics.metrics, value=one) for one in GARBAGE])
+        sprinkle(
+            cluster, [Append(topic=topics.control, value=entry) for entry in in_control(cluster)]
+        )
+        sprinkle(cluster, [Append(topic=topics.metrics, value=value) for value in GARBAGE])
         sprinkle(cluster, in_trajectories(cluster))
-        sprinkle(cluster, [Append(topic=topics.progress, value=one) for one in GARBAGE])
+        sprinkle(cluster, [Append(topic=topics.progress, value=value) for value in GARBAGE])
         cluster.restart(ORCHESTRATOR)
         cluster.restart("trainer")
         cluster.run()
@@ -147,17 +154,21 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
         for line, lie in zip(sorted(lines), LIES, strict=True):
             assert lie in line
         letters = everything(cluster, topics.dead_letters)
-        buried = [decode_dead_letter(one.value, one.headers) for one in letters]
+        buried = [decode_dead_letter(letter.value, letter.headers) for letter in letters]
         for topic in (topics.control, topics.metrics, topics.trajectories):
             garbage = {
-                (one.partition, one.offset): one.value
-                for one in everything(cluster, topic)
-                if one.value in GARBAGE
+                (record.partition, record.offset): record.value
+                for record in everything(cluster, topic)
+                if record.value in GARBAGE
             }
-            held = {(one.partition, one.offset): one.value for one in buried if one.topic == topic}
+            held = {
+                (record.partition, record.offset): record.value
+                for record in buried
+                if record.topic == topic
+            }
             assert len(garbage) == len(GARBAGE)
             assert garbage.items() <= held.items(), topic
-        whys = [one.reason for one in buried if one.topic == topics.trajectories]
+        whys = [letter.reason for letter in buried if letter.topic == topics.trajectories]
         assert any("a record of run other" in why for why in whys)
         assert any("not the sha256" in why for why in whys)
 

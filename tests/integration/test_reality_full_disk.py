@@ -40,11 +40,11 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def test_a_run_waits_on_a_full_disk_and_goes_on_when_there_is_room(
     tmp_path: Path, disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = disk.path / "run"
-    place.mkdir()
+    path = disk.path / "run"
+    path.mkdir()
     (tmp_path / "policies").mkdir()
-    (place / "policies").symlink_to(tmp_path / "policies")
-    with Cluster(place, make_config(run__steps=6)) as cluster:
+    (path / "policies").symlink_to(tmp_path / "policies")
+    with Cluster(path, make_config(run__steps=6)) as cluster:
         cluster.until(lambda: cluster.version >= 1)
         disk.fill(but_bytes=ROOM_BYTES)
         slept: list[float] = []
@@ -77,12 +77,12 @@ def test_a_full_disk_refuses_an_append_whole_and_keeps_what_was_there(disk: Smal
                 writer.append([Append(topic="t", value=bytes(50_000))] * 4)
         assert "\n" not in full.value.message
         reader = bus.reader({AT: 0})
-        before = [one for _ in range(30) for one in reader.poll(timeout_s=0.0)]
-        assert [one.value for one in before[:20]] == [b"%d" % number for number in range(20)]
+        before = [record for _ in range(30) for record in reader.poll(timeout_s=0.0)]
+        assert [record.value for record in before[:20]] == [b"%d" % number for number in range(20)]
         assert (len(before) - 20) % 4 == 0, "no call was taken in part"
         disk.make_room()
         writer.append([Append(topic="t", value=b"after")])
-        assert [one.value for one in reader.poll(timeout_s=0.0)] == [b"after"]
+        assert [record.value for record in reader.poll(timeout_s=0.0)] == [b"after"]
 
 
 def test_a_full_disk_refuses_a_policy_and_leaves_no_half_of_it(disk: SmallDisk) -> None:
@@ -92,8 +92,8 @@ def test_a_full_disk_refuses_a_policy_and_leaves_no_half_of_it(disk: SmallDisk) 
         store.publish_weights(initial_weights)
     assert "\n" not in full.value.message
     assert "--resume" in (full.value.hint or "")
-    left = [one for one in (disk.path / "policies").rglob("*.safetensors")]
-    assert [one.name for one in left if not one.name.startswith(".")] == []
+    paths = [path for path in (disk.path / "policies").rglob("*.safetensors")]
+    assert [path.name for path in paths if not path.name.startswith(".")] == []
     disk.make_room()
     manifest = store.publish_weights(initial_weights)
     assert store.verify(manifest.digest) == manifest
@@ -124,12 +124,12 @@ def test_a_broker_whose_disk_is_full_comes_back_with_everything_acknowledged(
         broker.start()
         with closing(KafkaBus([broker.bootstrap])) as bus:
             bus.writer().append([Append(topic="t", value=b"after")])
-            found: list[bytes] = []
+            results: list[bytes] = []
             reader = bus.reader({AT: 0})
             until_s = time.monotonic() + WAIT_S
-            while (not found or found[-1] != b"after") and time.monotonic() < until_s:
-                found += [one.value[:6] for one in reader.poll(timeout_s=0.5)]
-        kept = [int(one) for one in found[:-1]]
+            while (not results or results[-1] != b"after") and time.monotonic() < until_s:
+                results += [record.value[:6] for record in reader.poll(timeout_s=0.5)]
+        kept = [int(result) for result in results[:-1]]
         assert kept[: len(acknowledged)] == acknowledged
         assert len(kept) <= len(acknowledged) + 2
     gc.collect()

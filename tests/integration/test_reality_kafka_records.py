@@ -51,19 +51,19 @@ def bus(kafka_broker: KafkaBroker, at: TopicPartition) -> Iterator[KafkaBus]:
     gc.collect()
 
 
-def read_to_end(bus: KafkaBus, at: TopicPartition) -> list[Record]:
+def read_to_end(bus: KafkaBus, partition: TopicPartition) -> list[Record]:
     """Everything up to our own last record."""
-    found: list[Record] = []
-    reader = bus.reader({at: 0})
+    records: list[Record] = []
+    reader = bus.reader({partition: 0})
     until_s = time.monotonic() + WAIT_S
-    while not found or found[-1].value != b"ours":
-        found += reader.poll(timeout_s=0.2)
-        assert time.monotonic() < until_s, found
-    return found
+    while not records or records[-1].value != b"ours":
+        records += reader.poll(timeout_s=0.2)
+        assert time.monotonic() < until_s, records
+    return records
 
 
-def ours(bus: KafkaBus, at: TopicPartition) -> None:
-    bus.writer().append([Append(topic=at.topic, value=b"ours")])
+def ours(bus: KafkaBus, partition: TopicPartition) -> None:
+    bus.writer().append([Append(topic=partition.topic, value=b"ours")])
 
 
 def test_tombstones_odd_headers_and_compressed_batches_are_passed(
@@ -109,6 +109,6 @@ def test_an_open_transaction_of_somebody_else_holds_readers_back_only_until_it_t
     ours(bus, at)
     reader = bus.reader({at: 0})
     assert reader.poll(timeout_s=0.5) == [], "it is not known yet what comes before ours"
-    assert [one.value for one in read_to_end(bus, at)] == [b"ours"]
+    assert [record.value for record in read_to_end(bus, at)] == [b"ours"]
     producer._sender.force_close()
     producer.close(timeout=1)

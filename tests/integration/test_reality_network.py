@@ -41,14 +41,14 @@ class Line:
 
     def log(self) -> list[str]:
         reader = self.around.reader({AT: 0})
-        found: list[Record] = []
+        records: list[Record] = []
         end = self.around.end(AT)
         until_s = time.monotonic() + WAIT_S
         while reader.position(AT) < end:
-            found += reader.poll(timeout_s=0.2)
+            records += reader.poll(timeout_s=0.2)
             assert time.monotonic() < until_s
         reader.close()
-        return [one.value.decode() for one in found]
+        return [record.value.decode() for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +115,28 @@ def test_a_stall_beyond_the_limit_is_an_unknown_outcome_in_bounded_time(
         assert line.log() in (["a", "z"], ["a", "perhaps", "z"])
     else:
         append_again(line, "z")
-        found = line.log()
-        assert [one for one in found if one != "perhaps"] == ["a", "z"]
-        assert found.count("perhaps") <= 1
+        log = line.log()
+        assert [entry for entry in log if entry != "perhaps"] == ["a", "z"]
+        assert log.count("perhaps") <= 1
 
 
 def test_a_reader_behind_a_stall_says_so_and_goes_on_without_a_gap(line: Line) -> None:
     reader = line.bus.reader({AT: 0})
     line.around.writer().append(texts("a"))
-    found = [one.value for one in reader.poll(timeout_s=WAIT_S)]
+    values = [record.value for record in reader.poll(timeout_s=WAIT_S)]
     line.proxy.stall()
     line.around.writer().append(texts("b", "c"))
     began_s = time.monotonic()
     with pytest.raises(BusError):
         while time.monotonic() - began_s < WAIT_S:
-            found += [one.value for one in reader.poll(timeout_s=0.1)]
+            values += [record.value for record in reader.poll(timeout_s=0.1)]
     assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + SLACK_S
     line.proxy.flow()
     until_s = time.monotonic() + WAIT_S
-    while len(found) < 3 and time.monotonic() < until_s:
+    while len(values) < 3 and time.monotonic() < until_s:
         with suppress(BusError):
-            found += [one.value for one in reader.poll(timeout_s=0.2)]
-    assert found == [b"a", b"b", b"c"]
+            values += [record.value for record in reader.poll(timeout_s=0.2)]
+    assert values == [b"a", b"b", b"c"]
 
 
 def test_cut_connections_lose_nothing_and_double_nothing(line: Line) -> None:
@@ -158,15 +158,15 @@ def test_cut_connections_lose_nothing_and_double_nothing(line: Line) -> None:
             continue
         acknowledged.append(text)
     assert cut > 5
-    found = line.log()
-    assert [one for one in found if one in acknowledged] == acknowledged
+    log = line.log()
+    assert [entry for entry in log if entry in acknowledged] == acknowledged
     assert len(acknowledged) >= 20
     read: list[str] = []
     until_s = time.monotonic() + WAIT_S
-    while len(read) < len(found) and time.monotonic() < until_s:
+    while len(read) < len(log) and time.monotonic() < until_s:
         with suppress(BusError):
-            read += [one.value.decode() for one in reader.poll(timeout_s=0.2)]
-    assert read == found
+            read += [record.value.decode() for record in reader.poll(timeout_s=0.2)]
+    assert read == log
 
 
 def test_a_lost_answer_is_an_unknown_outcome_and_appending_again_is_seen_as_that(
@@ -211,6 +211,6 @@ def test_a_reader_on_a_slow_line_is_held_back_and_sees_no_outage(line: Line) -> 
     while not came and time.monotonic() < until_s:
         came = reader.poll(timeout_s=0.2)
         held = held or reader.held_back()
-    assert [one.value for one in came] == [value]
+    assert [record.value for record in came] == [value]
     assert held == [AT]
     assert reader.poll(timeout_s=0.0) == [] and reader.held_back() == []

@@ -57,13 +57,13 @@ def _source(run: RecordedRun, trainer: SimulatedLearner | None = None) -> Iterat
         )
 
 
-def _steps(lines: Sequence[StepResult], *, wanted: bool) -> list[int]:
-    return [line.replayed.step for line in lines if line.wanted == wanted]
+def _steps(lines: Sequence[StepResult], *, expected: bool) -> list[int]:
+    return [line.replayed.step for line in lines if line.wanted == expected]
 
 
 def test_every_step_gives_the_committed_weights_again(recorded: RecordedRun) -> None:
     lines = _replay(recorded, 0, STEPS)
-    assert _steps(lines, wanted=True) == list(range(STEPS))
+    assert _steps(lines, expected=True) == list(range(STEPS))
     assert all(line.replayed.equal for line in lines)
     assert len({line.replayed.digest_replayed for line in lines}) == STEPS
 
@@ -71,9 +71,9 @@ def test_every_step_gives_the_committed_weights_again(recorded: RecordedRun) -> 
 def test_replay_begins_at_the_nearest_checkpoint_before(recorded: RecordedRun) -> None:
     # A checkpoint every 3 steps: after steps 2, 5, 8.
     lines = _replay(recorded, 7, 9)
-    assert _steps(lines, wanted=False) == [6]
-    assert _steps(lines, wanted=True) == [7, 8]
-    assert _steps(_replay(recorded, 6, 7), wanted=False) == []
+    assert _steps(lines, expected=False) == [6]
+    assert _steps(lines, expected=True) == [7, 8]
+    assert _steps(_replay(recorded, 6, 7), expected=False) == []
 
 
 def test_without_its_checkpoint_an_earlier_one_leads_there(copy: RecordedRun) -> None:
@@ -81,13 +81,13 @@ def test_without_its_checkpoint_an_earlier_one_leads_there(copy: RecordedRun) ->
         kept = [f.checkpoint for _, f in log.facts(StepCommitted) if f.checkpoint is not None]
     (copy.store / "optimizer" / f"{kept[1].sha256}.safetensors").unlink()
     lines = _replay(copy, 7, 8)
-    assert _steps(lines, wanted=False) == [3, 4, 5, 6]
+    assert _steps(lines, expected=False) == [3, 4, 5, 6]
     assert all(line.replayed.equal for line in lines)
 
 
 def test_changed_setting_is_named_with_step_and_tensor(recorded: RecordedRun) -> None:
     lines = _replay(recorded, 7, 9, trainer__learning_rate=1.1e-5)
-    assert _steps(lines, wanted=False) == [6]
+    assert _steps(lines, expected=False) == [6]
     assert lines[0].replayed.equal, "what leads there is trained as it was"
     with pytest.raises(ReplayDiverged, match=r"step 7 gave other weights.* is weights") as diverged:
         raise_if_diverged(lines[1])
@@ -137,9 +137,11 @@ def test_forged_figure_is_named_although_the_weights_are_equal(
     assert [line.replayed.step for line in lines if not line.equal] == [fact.step]
     (other,) = lines[fact.step].metrics
     assert (other.name, other.committed) == (figure, metrics[figure])
-    with pytest.raises(ReplayDiverged, match=f"step 5 gave other metrics .*: {figure} is") as found:
+    with pytest.raises(
+        ReplayDiverged, match=f"step 5 gave other metrics .*: {figure} is"
+    ) as raised:
         raise_if_diverged(lines[fact.step])
-    assert found.value.exit_code == 6
+    assert raised.value.exit_code == 6
 
 
 def test_forged_contribution_is_named_although_the_weights_are_equal(copy: RecordedRun) -> None:
@@ -195,19 +197,21 @@ def test_setting_that_no_step_depends_on_is_refused(recorded: RecordedRun) -> No
 def test_distances_count_bits_and_measure_numbers(tmp_path: Path) -> None:
     def write(name: str, **tensors: bytes) -> Path:
         sources = [
-            TensorSource(name=one, dtype="F32", shape=(len(data) // 4,), data=partial(bytes, data))
-            for one, data in tensors.items()
+            TensorSource(
+                name=entry, dtype="F32", shape=(len(data) // 4,), data=partial(bytes, data)
+            )
+            for entry, data in tensors.items()
         ]
         write_tensors(tmp_path / name, sources)
         return tmp_path / name
 
-    one, two = b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40"  # 1.0, 2.0
-    first = write("a", same=one, moved=one + two, gone=one)
-    second = write("b", same=one, moved=two + two)
-    found = tensor_distances(first, second)
-    assert [one.tensor for one in found] == ["gone", "moved"]
-    assert (found[1].differing, found[1].elements) == (1, 2)
-    assert (found[1].absolute_max, found[1].relative_max) == (1.0, 0.5)
+    entry, two = b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40"  # 1.0, 2.0
+    first = write("a", same=entry, moved=entry + two, gone=entry)
+    second = write("b", same=entry, moved=two + two)
+    distances = tensor_distances(first, second)
+    assert [distance.tensor for distance in distances] == ["gone", "moved"]
+    assert (distances[1].differing, distances[1].elements) == (1, 2)
+    assert (distances[1].absolute_max, distances[1].relative_max) == (1.0, 0.5)
     assert tensor_distances(first, first) == ()
 
 
@@ -216,6 +220,6 @@ def _step_of(log: Tamper, trajectory: str) -> int:
         fact.step
         for _, fact in log.facts(StepCommitted)
         for group in fact.groups
-        for one in group.trajectories
-        if one.trajectory == trajectory
+        for entry in group.trajectories
+        if entry.trajectory == trajectory
     )

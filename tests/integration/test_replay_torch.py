@@ -100,24 +100,26 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
     engine = cluster.parts.engine(cluster.assets, config, cluster.clock)
     bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
     with closing(read_catalogue(bus, topics)) as tables:
-        wanted = sorted({*pick(tables, 20, 5), *moved})
-        found = list(regenerate(bus, topics, store, tables, engine, wanted, params))
-    assert [one for one in found if not one.equal] == []
-    assert {one.trajectory for one in found} == set(wanted)
-    assert any(one.prefills > 1 for one in found)
+        expected = sorted({*pick(tables, 20, 5), *moved})
+        results = list(regenerate(bus, topics, store, tables, engine, expected, params))
+    assert [result for result in results if not result.equal] == []
+    assert {result.trajectory for result in results} == set(expected)
+    assert any(result.prefills > 1 for result in results)
 
 
 def test_calls_of_an_agent_come_out_bit_for_bit_behind_what_they_saw(cluster: Cluster) -> None:
-    at = TopicPartition(cluster.topics.trajectories, 0)
-    recorded = (decode_trajectory(one.value) for one in records_of(cluster.bus, {at: 40}))
+    partition = TopicPartition(cluster.topics.trajectories, 0)
+    recorded = (
+        decode_trajectory(record.value) for record in records_of(cluster.bus, {partition: 40})
+    )
     params = sampling_params(cluster.config.sampling, cluster.parts.stop_ids(cluster.assets))
     weights = cluster.store.weights_path(cluster.run_started.policy.digest)
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
     served = next(
         served
-        for one in recorded
-        if one.version == 0
-        for served in [served_agent(one, engine, params, weights)]
+        for entry in recorded
+        if entry.version == 0
+        for served in [served_agent(entry, engine, params, weights)]
         if served.length - served.meta.contexts[2].start > 6
     )
     assert len(served.meta.contexts) == 3
@@ -130,9 +132,9 @@ def test_a_retrained_run_has_its_own_digests_and_a_changed_one_the_same_twice(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     own = retrain(cluster.source, range(STEPS), EMPTY, tmp_path / "own")
-    assert [one.equal for one in own] == [True] * STEPS
+    assert [entry.equal for entry in own] == [True] * STEPS
     change = Change(settings={"trainer.learning_rate": 1.1e-5})
-    one, two = (retrain(cluster.source, range(STEPS), change, tmp_path / n) for n in ("1", "2"))
-    assert one == two
-    assert not any(step.equal for step in one)
-    assert weights_digest(tmp_path / "1") == weights_digest(tmp_path / "2") == one[-1].digest
+    entry, two = (retrain(cluster.source, range(STEPS), change, tmp_path / n) for n in ("1", "2"))
+    assert entry == two
+    assert not any(step.equal for step in entry)
+    assert weights_digest(tmp_path / "1") == weights_digest(tmp_path / "2") == entry[-1].digest

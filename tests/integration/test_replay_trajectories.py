@@ -62,9 +62,9 @@ def _params(config: Config) -> dict[str, SamplingParams]:
     }
 
 
-def _again(run: RecordedRun, wanted: Sequence[str] | int, *, slots: int = 6) -> list[Regenerated]:
+def _again(run: RecordedRun, expected: Sequence[str] | int, *, slots: int = 6) -> list[Regenerated]:
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
-        names = pick(tables, wanted, 3) if isinstance(wanted, int) else wanted
+        names = pick(tables, expected, 3) if isinstance(expected, int) else expected
         engine = SimulatedEngine(slots=slots, context_tokens=256, lengths=long_tailed_length)
         started, _ = policy_after(bus, run.topics, 0)
         params = _params(logged_config(started.config))
@@ -78,18 +78,18 @@ def _tables(run: RecordedRun) -> Catalogue:
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_random_trajectories_come_out_bit_for_bit(recorded: RecordedRun, slots: int) -> None:
-    found = _again(recorded, 60, slots=slots)
-    assert len(found) == 60
-    assert [one for one in found if not one.equal] == []
-    assert len({one.version for one in found}) > 5
+    result = _again(recorded, 60, slots=slots)
+    assert len(result) == 60
+    assert [entry for entry in result if not entry.equal] == []
+    assert len({entry.version for entry in result}) > 5
 
 
 def test_request_that_went_on_elsewhere_follows_its_prefill_points(recorded: RecordedRun) -> None:
     with closing(_tables(recorded)) as tables:
         moved = [name for name, _ in tables.query(MOVED)]
     assert moved, "the recorded run has requests that went on from a progress record"
-    found = _again(recorded, moved)
-    assert all(one.equal and one.prefills > 1 for one in found), found
+    result = _again(recorded, moved)
+    assert all(regenerated.equal and regenerated.prefills > 1 for regenerated in result), result
 
 
 def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
@@ -104,18 +104,18 @@ def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
 def test_other_token_is_named_with_its_place(copy: RecordedRun, recorded: RecordedRun) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log)
-    (found,) = _again(copy, [name])
-    assert not found.equal
+    (result,) = _again(copy, [name])
+    assert not result.equal
     with pytest.raises(ReplayDiverged, match=rf"{name}: token \d+ is \d+, recorded is \d+"):
-        raise_if_different(found)
+        raise_if_different(result)
 
 
 def test_other_logprob_is_named_with_its_place(copy: RecordedRun, recorded: RecordedRun) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log, damage.another_logprob)
-    (found,) = _again(copy, [name])
-    assert found.difference.startswith("logprobs[")
-    assert found.difference.endswith("recorded is -0.125")
+    (result,) = _again(copy, [name])
+    assert result.difference.startswith("logprobs[")
+    assert result.difference.endswith("recorded is -0.125")
 
 
 def test_unknown_trajectory_is_refused(recorded: RecordedRun) -> None:
@@ -128,9 +128,9 @@ def test_environments_are_fed_back_as_recorded(tmp_path: Path) -> None:
     with Cluster(tmp_path / "run", config, tasks=lambda: episode_tasks(3)) as cluster:
         cluster.run()
     run = RecordedRun(directory=tmp_path / "run", run="turns")
-    found = _again(run, 20)
-    assert [one for one in found if not one.equal] == []
-    assert max(one.prefills for one in found) == 3
+    result = _again(run, 20)
+    assert [entry for entry in result if not entry.equal] == []
+    assert max(entry.prefills for entry in result) == 3
 
 
 def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path
     with closing(_tables(run)) as tables:
         ended = "select trajectory_id from trajectories where finish = 'error' order by 1"
         names = [name for (name,) in tables.query(ended)]
-    found = _again(run, names[:20])
-    assert found
-    assert [one for one in found if not one.equal] == []
+    result = _again(run, names[:20])
+    assert result
+    assert [entry for entry in result if not entry.equal] == []
 
 
 def _broken_episodes() -> InlineTasks:
@@ -175,36 +175,38 @@ def test_prefill_points_that_leave_tokens_over_are_refused() -> None:
 
 
 def _segments(mask: list[int], prefills: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    one = make_trajectory("g0000000001-000", sampled=(7,) * (len(mask) - 3))
-    meta = msgspec.structs.replace(one.meta, prefills=prefills)
-    found = prefill_segments(replace(one, loss_mask=mask, meta=meta))
-    return [(one.start, one.end, one.whole) for one in found]
+    trajectory = make_trajectory("g0000000001-000", sampled=(7,) * (len(mask) - 3))
+    meta = msgspec.structs.replace(trajectory.meta, prefills=prefills)
+    segments = prefill_segments(replace(trajectory, loss_mask=mask, meta=meta))
+    return [(segment.start, segment.end, segment.whole) for segment in segments]
 
 
-def _agent(log: Tamper, place: int = 40) -> str:
+def _agent(log: Tamper, index: int = 40) -> str:
     engine = SimulatedEngine(slots=6, context_tokens=256, lengths=long_tailed_length)
     params = SamplingParams(max_tokens=40, stop_ids=(END_TOKEN,))
-    return branch(log, place, lambda found: served_agent(found, engine, params))
+    return branch(log, index, lambda result: served_agent(result, engine, params))
 
 
 def test_calls_of_an_agent_come_out_bit_for_bit_in_their_contexts(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
-        names = [_agent(log, place) for place in (20, 40)]
-    found = _again(copy, names)
-    assert [one.difference for one in found] == ["", ""]
-    assert all(one.prefills >= 6 for one in found)
+        names = [_agent(log, index) for index in (20, 40)]
+    result = _again(copy, names)
+    assert [entry.difference for entry in result] == ["", ""]
+    assert all(entry.prefills >= 6 for entry in result)
 
 
 def test_the_audit_of_an_agents_trajectory_is_clean(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         _agent(log)
-    found = [one.message for one in audited(copy).violations]
+    messages = [violation.message for violation in audited(copy).violations]
     # What its step says that it has trained is of the trajectory that was there.
-    assert found == ["tokens in the contributions of step 2 does not follow from what was logged"]
+    assert messages == [
+        "tokens in the contributions of step 2 does not follow from what was logged"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         ({"seed": 5}, "does not follow from its prompt"),
         ({"occurrence": 3}, "does not follow from its prompt"),
@@ -212,29 +214,35 @@ def test_the_audit_of_an_agents_trajectory_is_clean(copy: RecordedRun) -> None:
     ],
 )
 def test_a_call_that_does_not_follow_from_its_prompt_is_named(
-    copy: RecordedRun, change: dict[str, int], said: str
+    copy: RecordedRun, change: dict[str, int], text: str
 ) -> None:
-    def changed(one: Trajectory) -> Trajectory:
-        first, *others = one.meta.calls
-        calls = (msgspec.structs.replace(first, **change), *others)
-        return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+    def changed(trajectory: Trajectory) -> Trajectory:
+        first, *rest = trajectory.meta.calls
+        calls = (msgspec.structs.replace(first, **change), *rest)
+        return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, calls=calls))
 
     with Tamper(copy) as log:
-        name = branch(log, change=lambda found: changed(branched(found)))
-    found = [one.message for one in audited(copy).violations if one.subject == name]
-    assert [said in one for one in found if "contributions" not in one] == [True], found
+        name = branch(log, change=lambda result: changed(branched(result)))
+    messages = [
+        violation.message for violation in audited(copy).violations if violation.subject == name
+    ]
+    assert [text in message for message in messages if "contributions" not in message] == [True], (
+        messages
+    )
 
 
 def test_a_seed_that_is_not_the_calls_is_no_other_trajectory_unseen(copy: RecordedRun) -> None:
     """Generated again with it, the first token differs."""
 
-    def changed(one: Trajectory) -> Trajectory:
-        calls = tuple(msgspec.structs.replace(call, seed=call.seed ^ 1) for call in one.meta.calls)
-        return replace(one, meta=msgspec.structs.replace(one.meta, calls=calls))
+    def changed(trajectory: Trajectory) -> Trajectory:
+        calls = tuple(
+            msgspec.structs.replace(call, seed=call.seed ^ 1) for call in trajectory.meta.calls
+        )
+        return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, calls=calls))
 
     engine = SimulatedEngine(slots=6, context_tokens=256, lengths=long_tailed_length)
     params = SamplingParams(max_tokens=40, stop_ids=(END_TOKEN,))
     with Tamper(copy) as log:
-        name = branch(log, change=lambda found: changed(served_agent(found, engine, params)))
-    (found,) = _again(copy, [name])
-    assert found.difference.startswith("token ")
+        name = branch(log, change=lambda result: changed(served_agent(result, engine, params)))
+    (result,) = _again(copy, [name])
+    assert result.difference.startswith("token ")

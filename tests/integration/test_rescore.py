@@ -56,10 +56,10 @@ scored: list[RewardCall] = []
 
 
 def inverted(call: RewardCall) -> TaskEvent:
-    found = reward_by_text(call)
-    if isinstance(found, Rewarded):
-        return Rewarded(request=call.request, reward=1.0 - found.reward, raw=None, parts={"no": 1})
-    return found
+    reward = reward_by_text(call)
+    if isinstance(reward, Rewarded):
+        return Rewarded(request=call.request, reward=1.0 - reward.reward, raw=None, parts={"no": 1})
+    return reward
 
 
 def busy(call: RewardCall) -> TaskEvent:
@@ -71,7 +71,7 @@ def busy(call: RewardCall) -> TaskEvent:
 def backwards(call: GroupCall) -> TaskEvent:
     rewards = tuple(map(float, reversed(range(len(call.completions)))))
     return GroupRewarded(
-        request=call.request, rewards=rewards, parts=tuple({"place": one} for one in rewards)
+        request=call.request, rewards=rewards, parts=tuple({"place": reward} for reward in rewards)
     )
 
 
@@ -108,14 +108,14 @@ class _Facts:
     single_turn = True
 
     def __init__(self, task: model.Task) -> None:
-        uses = [one.use for one in task.rewards]
-        self.scores_groups = any(one.group for one in task.rewards)
+        uses = [reward.use for reward in task.rewards]
+        self.scores_groups = any(reward.group for reward in task.rewards)
         self.reward_digest = sha256_hex(canonical([str(task.reward), *uses]))
 
 
 class _Pool(PoolTasks):
     def __init__(self, task: model.Task) -> None:
-        use = next((one.use for one in task.rewards if one.group), "judge:rank")
+        use = next((reward.use for reward in task.rewards if reward.group), "judge:rank")
         super().__init__(reward=self._score, group=TOGETHER[use])
         self._task = task
 
@@ -153,27 +153,27 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 def rescored(call: Call, run: RecordedRun, *words: object) -> dict[str, Any]:
     code, out, err = call("rescore", run.directory, "--json", *words)
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
-def lines(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    rows = map(json.loads, Path(found["file"]).read_text().splitlines())
+def lines(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    rows = map(json.loads, Path(result["file"]).read_text().splitlines())
     return {row["trajectory"]: row for row in rows}
 
 
-def assert_nothing_differs(found: dict[str, Any]) -> None:
-    assert (found["differ"], found["outcomes"], found["signs"]) == ([], [], [])
-    assert (found["first"], found["left_out"], found["differences"]) == (None, 0, {})
-    assert found["old"] == found["new"] is not None
+def assert_nothing_differs(result: dict[str, Any]) -> None:
+    assert (result["differ"], result["outcomes"], result["signs"]) == ([], [], [])
+    assert (result["first"], result["left_out"], result["differences"]) == (None, 0, {})
+    assert result["old"] == result["new"] is not None
 
 
 def test_the_runs_own_reward_changes_nothing(copy: RecordedRun, call: Call) -> None:
     before = copy.log.read_bytes()
-    found = rescored(call, copy)
-    assert_nothing_differs(found)
-    assert found["trajectories"] > 200
-    assert Path(found["file"]) == copy.directory / "rescored" / "own.jsonl"
+    result = rescored(call, copy)
+    assert_nothing_differs(result)
+    assert result["trajectories"] > 200
+    assert Path(result["file"]) == copy.directory / "rescored" / "own.jsonl"
     code, out, _ = call("rescore", copy.directory)
     assert code == 0
     assert re.search(r"compared +\d+ of 239 trajectories as recorded", out)
@@ -182,9 +182,9 @@ def test_the_runs_own_reward_changes_nothing(copy: RecordedRun, call: Call) -> N
 
 
 def test_a_groups_own_rewards_change_nothing(together: RecordedRun, call: Call) -> None:
-    found = rescored(call, together)
-    assert_nothing_differs(found)
-    assert found["new"] > 1.0, "the mean includes the places in the group"
+    result = rescored(call, together)
+    assert_nothing_differs(result)
+    assert result["new"] > 1.0, "the mean includes the places in the group"
 
 
 def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
@@ -195,8 +195,8 @@ def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
     with Cluster(run.directory, config) as cluster:
         cluster.run()
     (run.directory / "config.toml").write_text(dump_toml(config))
-    found = rescored(call, run, "--reward", "new:coarse")
-    new = {name: row["reward"] for name, row in lines(found).items()}
+    result = rescored(call, run, "--reward", "new:coarse")
+    new = {name: row["reward"] for name, row in lines(result).items()}
     signs, outcomes = set[str](), set[str]()
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
         rows = tables.query(
@@ -206,13 +206,13 @@ def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
         )
     for group, outcome, names, rewards in rows:
         now = [new[name] for name in names]
-        valid = [one for one in now if one is not None]
+        valid = [entry for entry in now if entry is not None]
         differs = len(set(valid)) > 1 and outcome == "filtered"
         if differs or (outcome == "trained" and len(set(valid)) == 1):
             outcomes.add(group)
         if outcome == "trained":
-            known = [one for one in rewards if one is not None]
-            means = sum(known) / len(known), sum(valid) / len(valid)
+            earlier_rewards = [reward for reward in rewards if reward is not None]
+            means = sum(earlier_rewards) / len(earlier_rewards), sum(valid) / len(valid)
             for name, before, after in zip(names, rewards, now, strict=True):
                 both = [
                     0 if reward is None else (reward > mean + 1e-9) - (reward < mean - 1e-9)
@@ -220,10 +220,10 @@ def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
                 ]
                 if both[0] != both[1]:
                     signs.add(name)
-    assert set(found["signs"]) == signs != set()
-    changed = {one["group"] for one in found["outcomes"]}
+    assert set(result["signs"]) == signs != set()
+    changed = {row["group"] for row in result["outcomes"]}
     assert changed == outcomes != set()
-    assert found["first"] == 0
+    assert result["first"] == 0
 
 
 def test_a_forged_reward_that_audit_cannot_see_is_named(
@@ -250,22 +250,22 @@ def test_lost_answers_are_named_and_left_out(copy: RecordedRun, call: Call) -> N
 def test_a_group_is_compared_by_its_trajectories_rewards_within_it(
     together: RecordedRun, call: Call
 ) -> None:
-    found = rescored(call, together, "--reward", GROUP % "backwards")
-    rows = lines(found)
+    result = rescored(call, together, "--reward", GROUP % "backwards")
+    rows = lines(result)
     shown = [name for name, row in rows.items() if "place" in row.get("parts", {})]
     assert 0 < len(shown) < len(rows), "a trajectory without a reward of its own is not shown"
     for group in {group_of(name) for name in shown}:
         names = sorted(name for name in shown if group_of(name) == group)
         places = [rows[name]["parts"]["place"] for name in names]
-        assert places == [float(place) for place in reversed(range(len(names)))]
-    assert found["old"] == pytest.approx(found["new"]), "the same places in another order"
-    assert found["signs"] and found["first"] == 0
+        assert places == [float(index) for index in reversed(range(len(names)))]
+    assert result["old"] == pytest.approx(result["new"]), "the same places in another order"
+    assert result["signs"] and result["first"] == 0
     alone = rescored(call, together, "--reward", "exact")
     assert 0.0 <= alone["new"] <= 1.0 < alone["old"]
     none = rescored(call, together, "--reward", GROUP % "broken")
-    trained = [one for one in none["outcomes"] if one["old"] == "trained"]
+    trained = [row for row in none["outcomes"] if row["old"] == "trained"]
     assert len(trained) == 12
-    assert {one["new"] for one in trained} == {"failed"}
+    assert {row["new"] for row in trained} == {"failed"}
     lost = rescored(call, together, "--reward", GROUP % "busy")
     assert lost["left_out"] > 0
 
@@ -313,9 +313,9 @@ def test_a_reward_that_fails_differs_and_one_that_is_lost_is_not_compared(
     difference: str,
     not_compared: str,
 ) -> None:
-    one = next(one for one in logged(recorded) if one.reward is not None)
-    (found,) = again([one], InlineTasks(reward=answer))
-    assert (found.difference, found.not_compared) == (difference, not_compared)
+    entry = next(fact for fact in logged(recorded) if fact.reward is not None)
+    (rescored,) = again([entry], InlineTasks(reward=answer))
+    assert (rescored.difference, rescored.not_compared) == (difference, not_compared)
 
 
 def test_a_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) -> None:
@@ -325,8 +325,8 @@ def test_a_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) ->
         other = call.request == trajectories[1].trajectory
         return PromptReady(request=call.request, text="5 6 8" if other else "5 6 7", episode=False)
 
-    found = again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
-    (wrong,) = [one for one in found if one.difference]
+    result = again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
+    (wrong,) = [entry for entry in result if entry.difference]
     assert wrong.trajectory == trajectories[1].trajectory
     assert "its prompt is not that of row" in wrong.difference
 
@@ -337,12 +337,14 @@ def test_an_environment_receives_every_turn_and_must_answer_as_it_did(tmp_path: 
         cluster.run()
     turns = logged(RecordedRun(directory=tmp_path / "run", run="turns"))
     tasks = episode_tasks(3)
-    assert not [one for one in again(turns, tasks) if one.difference or one.not_compared]
-    received = [one.turn.text for one in tasks.seen if isinstance(one, EnvStep)]
+    assert not [
+        rescored for rescored in again(turns, tasks) if rescored.difference or rescored.not_compared
+    ]
+    received = [step.turn.text for step in tasks.seen if isinstance(step, EnvStep)]
     model_turns = [
         ids
-        for one in turns
-        for kind, ids in turns_of(one.segments, one.token_ids)
+        for turn in turns
+        for kind, ids in turns_of(turn.segments, turn.token_ids)
         if kind == "model"
     ]
     assert sorted(received) == sorted(" ".join(map(str, ids)) for ids in model_turns)
@@ -350,19 +352,21 @@ def test_an_environment_receives_every_turn_and_must_answer_as_it_did(tmp_path: 
     tasks.step = lambda call: EnvObserved(
         request=call.request, text="8 8", done=False, tool="calc", ok=True
     )
-    found = again(turns[:2], tasks)
-    assert {one.difference for one in found} == {"its environment answers differently"}
+    result = again(turns[:2], tasks)
+    assert {entry.difference for entry in result} == {"its environment answers differently"}
 
 
 def test_an_agents_answer_is_scored_and_a_reward_of_its_own_is_not(recorded: RecordedRun) -> None:
-    found = branched(next(one for one in logged(recorded) if one.reward is not None))
+    trajectory = branched(next(fact for fact in logged(recorded) if fact.reward is not None))
     tasks = InlineTasks(reward=reward_by_text)
-    again([found], tasks)
+    again([trajectory], tasks)
     (asked,) = tasks.seen
     assert isinstance(asked, RewardCall)
-    last = found.meta.calls[-1]
-    assert asked.text.split() == [str(one) for one in found.token_ids[last.start : last.end]]
-    own = msgspec.structs.replace(found.meta, rewarded_by="agent")
-    (result,) = again([replace(found, reward=22.0, meta=own)], tasks)
+    last = trajectory.meta.calls[-1]
+    assert asked.text.split() == [
+        str(token_id) for token_id in trajectory.token_ids[last.start : last.end]
+    ]
+    own = msgspec.structs.replace(trajectory.meta, rewarded_by="agent")
+    (result,) = again([replace(trajectory, reward=22.0, meta=own)], tasks)
     assert result.not_compared == "its agent gave the reward"
     assert len(tasks.seen) == 1

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def decisions(cluster: Cluster) -> list[AnyDecision]:
     rounds = read_rounds(cluster.bus, cluster.topics)
-    return [decision for at in rounds for decision in at.round.decisions]
+    return [decision for entry in rounds for decision in entry.round.decisions]
 
 
 def test_audit_is_clean_and_plans_can_be_made_again(cluster: Cluster) -> None:
@@ -56,11 +56,12 @@ def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: 
             most = max(most, len(residence.held))
             here = state.workers[name].requests
             beside = max(
-                beside, len({state.groups[state.requests[one].group].spec.version for one in here})
+                beside,
+                len({state.groups[state.requests[entry].group].spec.version for entry in here}),
             )
     assert 2 <= most <= 3
     assert beside >= 2
-    assert not [one for one in decisions(cluster) if isinstance(one, Migrate)]
+    assert not [decision for decision in decisions(cluster) if isinstance(decision, Migrate)]
 
 
 def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
@@ -69,30 +70,30 @@ def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
     ledger.legality.decision(decision, AT)
     if isinstance(decision, Schedule):
         ledger.legality.placed(decision.requests(), AT)
-    return [one.line for one in ledger.findings.violations[before:]]
+    return [violation.line for violation in ledger.findings.violations[before:]]
 
 
 @pytest.fixture
 def ledger(cluster: Cluster) -> Ledger:
-    found = build_ledger(cluster.bus, cluster.topics)
-    for worker in found.accounts.workers.values():
+    ledger = build_ledger(cluster.bus, cluster.topics)
+    for worker in ledger.accounts.workers.values():
         worker.departure = ""
-    return found
+    return ledger
 
 
 def last(cluster: Cluster, kind: type[msgspec.Struct]) -> AnyDecision:
-    return [one for one in decisions(cluster) if isinstance(one, kind)][-1]
+    return [decision for decision in decisions(cluster) if isinstance(decision, kind)][-1]
 
 
 def test_placement_on_a_worker_that_does_not_have_the_version_is_named(
     cluster: Cluster, ledger: Ledger
 ) -> None:
-    place = last(cluster, Schedule)
-    assert isinstance(place, Schedule)
-    ledger.accounts.workers[place.incarnation].held = {place.spec.version}
-    assert not [one for one in wrong(ledger, place) if "another version" in one]
-    ledger.accounts.workers[place.incarnation].held = {place.spec.version - 1}
-    assert [one for one in wrong(ledger, place) if "another version" in one]
+    location = last(cluster, Schedule)
+    assert isinstance(location, Schedule)
+    ledger.accounts.workers[location.incarnation].held = {location.spec.version}
+    assert not [entry for entry in wrong(ledger, location) if "another version" in entry]
+    ledger.accounts.workers[location.incarnation].held = {location.spec.version - 1}
+    assert [entry for entry in wrong(ledger, location) if "another version" in entry]
 
 
 def test_assignment_of_more_than_fits_and_drop_of_what_is_not_there_are_named(
@@ -130,9 +131,9 @@ def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
         trajectories=(
             LoggedEntry(
                 **{
-                    one: getattr(bound.fact, one)
-                    for one in LoggedEntry.__struct_fields__
-                    if hasattr(bound.fact, one)
+                    entry: getattr(bound.fact, entry)
+                    for entry in LoggedEntry.__struct_fields__
+                    if hasattr(bound.fact, entry)
                 }
             ),
         ),

@@ -37,14 +37,14 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def rebuilder(cluster: Cluster, told: list[Rebuilt], flavour: str = "") -> SourceRun:
+def rebuilder(cluster: Cluster, rebuilts: list[Rebuilt], flavour: str = "") -> SourceRun:
     return SourceRun(
         bus=cluster.bus,
         topics=cluster.topics,
         store=cluster.store,
         make=lambda started: SimulatedLearner(flavour=flavour),
         clock=VirtualClock(),
-        on_rebuilt=told.append,
+        on_rebuilt=rebuilts.append,
     )
 
 
@@ -59,36 +59,39 @@ def missing(cluster: Cluster) -> list[int]:
 
 
 def test_versions_are_gone_and_audit_holds(over: Cluster) -> None:
-    gone = missing(over)
-    assert gone and 0 not in gone and STEPS not in gone
+    removed = missing(over)
+    assert removed and 0 not in removed and STEPS not in removed
     # Checkpoints 2, 4, 6, ...: every second one of them stays, and the newest two.
-    assert not {4, 8, 12, 14} & set(gone)
-    found = audit(over.bus, over.topics, over.store)
-    assert not found.violations
-    assert read_history(over.bus, over.topics, VirtualClock()).kept.isdisjoint(gone)
+    assert not {4, 8, 12, 14} & set(removed)
+    report = audit(over.bus, over.topics, over.store)
+    assert not report.violations
+    assert read_history(over.bus, over.topics, VirtualClock()).kept.isdisjoint(removed)
 
 
 def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> None:
-    gone, told = missing(over), list[Rebuilt]()
-    again = rebuilder(over, told)
+    removed, reply = missing(over), list[Rebuilt]()
+    again = rebuilder(over, reply)
     history = read_history(over.bus, over.topics, VirtualClock())
-    for version in gone:
+    for version in removed:
         path = again.weights(version)
         assert path == over.store.weights_path(history.digest_of(version))
         assert over.store.verify(history.digest_of(version))
-    assert [one.version for one in told] == gone
-    assert all(one.base % 4 == 0 and one.base + one.steps == one.version for one in told)
-    assert "rebuilding it from" in told[0].line and told[0].digest[:12] in told[0].line
-    assert again.weights(gone[0]).is_file() and len(told) == len(gone)
-    for version in gone:  # as they were, for the other tests
+    assert [entry.version for entry in reply] == removed
+    assert all(
+        rebuilt.base % 4 == 0 and rebuilt.base + rebuilt.steps == rebuilt.version
+        for rebuilt in reply
+    )
+    assert "rebuilding it from" in reply[0].line and reply[0].digest[:12] in reply[0].line
+    assert again.weights(removed[0]).is_file() and len(reply) == len(removed)
+    for version in removed:  # as they were, for the other tests
         over.store.drop_weights(history.digest_of(version))
 
 
 def test_machine_that_makes_other_bytes_writes_nothing(over: Cluster) -> None:
-    gone = missing(over)
+    removed = missing(over)
     before = over.store.everything()
-    with pytest.raises(ReplayDiverged, match=f"version {gone[0]} cannot be rebuilt here"):
-        rebuilder(over, [], flavour="elsewhere").weights(gone[0])
+    with pytest.raises(ReplayDiverged, match=f"version {removed[0]} cannot be rebuilt here"):
+        rebuilder(over, [], flavour="elsewhere").weights(removed[0])
     assert over.store.everything() == before
 
 
@@ -114,8 +117,13 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         unfinished.write_bytes(b"half")
         clock, bus, topics, store = VirtualClock(), cluster.bus, cluster.topics, cluster.store
         plan = plan_prune(bus, topics, store, keep_every=0, stopped=False, clock=clock)
-        assert {digest_in(one.file.name) for one in plan.candidates} == {orphan.digest, ""}
-        assert {one.why for one in plan.candidates} == {"orphan"} and plan.versions == ()
+        assert {digest_in(candidate.file.name) for candidate in plan.candidates} == {
+            orphan.digest,
+            "",
+        }
+        assert {candidate.why for candidate in plan.candidates} == {
+            "orphan"
+        } and plan.versions == ()
         plan = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
         # Checkpoints 2, 4, 6: 4 by its number, 4 and 6 as the newest; 7 and 6 as the last ones.
         assert plan.versions == (1, 2, 3, 5)
@@ -124,8 +132,8 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         assert prune(bus, topics, store, plan, user="u", clock=clock) == len(plan.candidates)
         assert len(store.everything()) == before - len(plan.candidates)
         assert missing(cluster) == [1, 2, 3, 5]
-        found = audit(bus, topics, store)
-        assert not found.violations
+        report = audit(bus, topics, store)
+        assert not report.violations
         again = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
         assert again.candidates == () and again.versions == () and again.note == plan.note
 
@@ -144,9 +152,9 @@ def test_what_was_made_again_and_what_a_dead_trainer_left_is_pruned(tmp_path: Pa
             stopped=False,
             clock=VirtualClock(),
         )
-        assert {one.why for one in plan.candidates} == {"dropped before"}
-        assert first in {one.version for one in plan.candidates} and plan.versions == ()
-        assert plan.freed_bytes == sum(one.file.bytes for one in plan.candidates) > 0
+        assert {candidate.why for candidate in plan.candidates} == {"dropped before"}
+        assert first in {candidate.version for candidate in plan.candidates} and plan.versions == ()
+        assert plan.freed_bytes == sum(candidate.file.bytes for candidate in plan.candidates) > 0
 
 
 def test_run_that_is_not_finished_is_pruned_only_if_it_is_said_to_be_stopped(
@@ -161,7 +169,7 @@ def test_run_that_is_not_finished_is_pruned_only_if_it_is_said_to_be_stopped(
             plan_prune(*where, keep_every=1, stopped=False, clock=VirtualClock())
         plan = plan_prune(*where, keep_every=1, stopped=True, clock=VirtualClock())
         assert plan.versions == ()
-        assert {one.why for one in plan.candidates} == {"orphan"}
+        assert {candidate.why for candidate in plan.candidates} == {"orphan"}
 
 
 def test_record_that_drops_what_is_in_use_is_rejected_by_the_run(tmp_path: Path) -> None:

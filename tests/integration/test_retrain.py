@@ -48,14 +48,14 @@ def names(source: SourceRun, step: int) -> list[str]:
     (commit,) = read_commits(
         source.bus, source.topics, source.history.notes[step : step + 1], source.clock
     )
-    return [one.trajectory for group in commit.groups for one in group.trajectories]
+    return [trajectory.trajectory for group in commit.groups for trajectory in group.trajectories]
 
 
 def test_an_empty_change_gives_the_runs_own_digests(source: SourceRun, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = retrain(source, range(STEPS), EMPTY, out)
-    assert [one.digest for one in done] == [note.digest for note in source.history.notes]
-    assert all(one.equal for one in done)
+    assert [result.digest for result in done] == [note.digest for note in source.history.notes]
+    assert all(result.equal for result in done)
     lines = (out / STEP_LINES).read_bytes().splitlines()
     assert [msgspec.json.decode(line, type=RetrainedStep) for line in lines] == done
     assert about(out).weights == done[-1].digest == weights_digest(out)
@@ -80,7 +80,7 @@ def test_a_change_gives_other_weights_and_the_same_ones_twice(
 ) -> None:
     change = changes(source)[kind]
     done = retrain(source, range(5, 8), change, tmp_path / "one")
-    assert [one.step for one in done] == [5, 6, 7]
+    assert [result.step for result in done] == [5, 6, 7]
     assert not done[-1].equal
     retrain(source, range(5, 8), change, tmp_path / "two")
     assert files(tmp_path / "one") == files(tmp_path / "two")
@@ -99,7 +99,7 @@ def test_an_unfinished_directory_is_started_over(
     assert not (out / CHANGE).exists()
     done = retrain(source, range(5, 8), change, out)
     assert "is unfinished: starting over" in capsys.readouterr().err
-    assert [one.step for one in done] == [5, 6, 7]
+    assert [result.step for result in done] == [5, 6, 7]
     with pytest.raises(UsageError, match="holds a retrained model"):
         retrain(source, range(5, 8), change, out)
 

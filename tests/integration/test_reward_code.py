@@ -42,9 +42,9 @@ MARK = "dora_pipe_test_of_code"
 async def _score(text: str, tests: Any, **options: Any) -> Reward:
     options = {**_isolation(_isolates()), **options}
     rewards = Rewards([model.RewardUse(use="code", options=options)])
-    found = await rewards.score({"tests": tests}, Completion(text=text))  # type: ignore[misc]
-    assert isinstance(found, Reward)
-    return found
+    score = await rewards.score({"tests": tests}, Completion(text=text))  # type: ignore[misc]
+    assert isinstance(score, Reward)
+    return score
 
 
 def score(text: str, tests: Any, **options: Any) -> Reward:
@@ -118,8 +118,8 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", 
 def test_a_greedy_program_ends_by_a_limit(name: str, isolate: bool) -> None:
     began = time.monotonic()
     limits = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "file_mb": 4}
-    found = score(HOSTILE[name], PAIRS, **limits, **_isolation(isolate))
-    assert found.value == 0.0
+    actual_score = score(HOSTILE[name], PAIRS, **limits, **_isolation(isolate))
+    assert actual_score.value == 0.0
     assert time.monotonic() - began < 120.0
 
 
@@ -168,13 +168,13 @@ if "HOME" in os.environ and os.listdir(os.environ["HOME"]) == ["answer.py"]: see
 if "SECRET" not in os.environ: seen.append("no secret")
 print(seen)
 """
-        wanted = ["no network", "no file", "no process", "no proc", "alone", "no secret"]
+        expected = ["no network", "no file", "no process", "no proc", "alone", "no secret"]
         os.environ["SECRET"] = "s"
         try:
-            found = score(text, [{"input": "", "output": str(wanted)}])
+            actual_score = score(text, [{"input": "", "output": str(expected)}])
         finally:
             del os.environ["SECRET"]
-    assert found.value == 1.0
+    assert actual_score.value == 1.0
     assert not (tmp_path / "there").exists()
 
 
@@ -204,8 +204,11 @@ def test_programs_that_find_no_room_are_asked_again() -> None:
     async def two() -> list[Reward | BaseException]:
         options = {"concurrency": 1, "wall_s": 8.5, "cpu_s": 8}
         rewards = Rewards([model.RewardUse(use="code", options=options)])
-        row, said = {"tests": PAIRS[:1]}, Completion(text=f"import time; time.sleep(3)\n{SUM}")
-        asked = [rewards.score(row, said) for _ in range(2)]
+        row, completion = (
+            {"tests": PAIRS[:1]},
+            Completion(text=f"import time; time.sleep(3)\n{SUM}"),
+        )
+        asked = [rewards.score(row, completion) for _ in range(2)]
         return await asyncio.gather(*asked, return_exceptions=True)  # type: ignore[arg-type]
 
     first, second = asyncio.run(two())
@@ -247,11 +250,11 @@ def _isolation(isolate: bool) -> dict[str, Any]:
 
 
 def _command_lines() -> list[bytes]:
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found.append(path.read_bytes())
-    return found
+            results.append(path.read_bytes())
+    return results
 
 
 def test_programs_run_beside_each_other_in_a_task_process_and_end_with_it(tmp_path: Path) -> None:
@@ -261,19 +264,19 @@ def test_programs_run_beside_each_other_in_a_task_process_and_end_with_it(tmp_pa
     texts = [ADD, "no", ADD, "def add(a, b): return 3"]
     with TaskPool(config) as pool:
         pool.wait()
-        for place, text in enumerate(texts):
-            asked = RewardCall(request=f"r{place}", split="train", index=0, text=text, turns=())
+        for index, text in enumerate(texts):
+            asked = RewardCall(request=f"r{index}", split="train", index=0, text=text, turns=())
             pool.submit(asked)
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         end = time.monotonic() + 60
-        while len(found) < len(texts) and time.monotonic() < end:
+        while len(results) < len(texts) and time.monotonic() < end:
             for event in pool.poll(wait_s=0.1):
                 assert isinstance(event, Rewarded), event
-                found[event.request] = event.reward
+                results[event.request] = event.reward
         pool.submit(RewardCall(request="late", split="train", index=1, text=LATE, turns=()))
         while MARK.encode() not in b"".join(_command_lines()) and time.monotonic() < end:
             pool.poll(wait_s=0.1)
-    assert [found[f"r{place}"] for place in range(4)] == [1.0, 0.0, 1.0, 0.0]
+    assert [results[f"r{index}"] for index in range(4)] == [1.0, 0.0, 1.0, 0.0]
     while MARK.encode() in b"".join(_command_lines()) and time.monotonic() < end:
         time.sleep(0.05)
     assert MARK.encode() not in b"".join(_command_lines())

@@ -75,8 +75,8 @@ def test_the_template_is_asked_at_temperature_0_and_the_score_is_from_0_to_1(
     ask: Callable[..., Ask],
 ) -> None:
     with judge_endpoint(always("It is. Score: 7")) as endpoint:
-        found = ask(endpoint, system="You judge.", price=(1.0, 2.0), body={"seed": 1})("42")
-    assert found == Reward(
+        result = ask(endpoint, system="You judge.", price=(1.0, 2.0), body={"seed": 1})("42")
+    assert result == Reward(
         value=0.7, parts={"prompt_tokens": 100.0, "completion_tokens": 10.0, "cost": 0.00012}
     )
     assert endpoint.asked == [
@@ -197,8 +197,8 @@ def test_samples_that_say_the_same_at_the_same_time_are_asked_about_once(
 ) -> None:
     numbered = judge_endpoint(lambda number, prompt: said(f"Score: {number}"), delay_s=0.2)
     with numbered as endpoint:
-        found = asyncio.run(samples(client_of(endpoint)))
-    assert [one.value for one in found] == [0.0] * 8
+        result = asyncio.run(samples(client_of(endpoint)))
+    assert [record.value for record in result] == [0.0] * 8
     assert len(endpoint.asked) == 1
 
 
@@ -259,15 +259,15 @@ def test_the_rubric_is_digested(tmp_path: Path) -> None:
 
 
 def _scored(pool: TaskPool, texts: list[str]) -> dict[str, Rewarded | TaskFailed]:
-    for place, text in enumerate(texts):
-        pool.submit(RewardCall(request=f"r{place}", split="train", index=0, text=text, turns=()))
-    found: dict[str, Rewarded | TaskFailed] = {}
+    for index, text in enumerate(texts):
+        pool.submit(RewardCall(request=f"r{index}", split="train", index=0, text=text, turns=()))
+    results: dict[str, Rewarded | TaskFailed] = {}
     end = time.monotonic() + 60
-    while len(found) < len(texts) and time.monotonic() < end:
+    while len(results) < len(texts) and time.monotonic() < end:
         for event in pool.poll(wait_s=0.1):
             assert isinstance(event, Rewarded | TaskFailed), event
-            found[event.request] = event
-    return found
+            results[event.request] = event
+    return results
 
 
 def test_sixty_four_slow_answers_come_together_through_one_process(tmp_path: Path) -> None:
@@ -275,17 +275,17 @@ def test_sixty_four_slow_answers_come_together_through_one_process(tmp_path: Pat
     with slow as endpoint, TaskPool(_task(tmp_path, endpoint.url)) as pool:
         pool.wait()
         began = time.monotonic()
-        found = _scored(pool, [f"4{place}" for place in range(64)])
+        result = _scored(pool, [f"4{index}" for index in range(64)])
         took = time.monotonic() - began
     parts = {
         **{"judge": 0.4, "judge.prompt_tokens": 100.0, "judge.completion_tokens": 10.0},
         "regex": 1.0,
     }
-    wanted = {
-        f"r{place}": Rewarded(request=f"r{place}", reward=0.9, raw=0.4, parts=parts)
-        for place in range(64)
+    expected = {
+        f"r{index}": Rewarded(request=f"r{index}", reward=0.9, raw=0.4, parts=parts)
+        for index in range(64)
     }
-    assert found == wanted
+    assert result == expected
     assert endpoint.most > 32
     assert took < 100.0  # One after the other would be 128 s.
 
@@ -299,8 +299,8 @@ def test_a_judge_that_is_busy_at_first_is_asked_again_and_one_that_never_answers
     stand_in = judge_endpoint(busy)
     with stand_in as endpoint, TaskPool(_task(tmp_path, endpoint.url)) as pool:
         pool.wait()
-        found = _scored(pool, ["42"]) | {"never": _scored(pool, ["43"])["r0"]}
-    assert isinstance(found["r0"], Rewarded)
-    assert isinstance(found["never"], TaskFailed)
-    assert found["never"].error == "Retry"
-    assert f"the judge at {endpoint.url}" in found["never"].message
+        result = _scored(pool, ["42"]) | {"never": _scored(pool, ["43"])["r0"]}
+    assert isinstance(result["r0"], Rewarded)
+    assert isinstance(result["never"], TaskFailed)
+    assert result["never"].error == "Retry"
+    assert f"the judge at {endpoint.url}" in result["never"].message

@@ -29,26 +29,29 @@ def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_witho
     def opinion(number: int, prompt: str) -> Answer:
         return (429, b"busy") if number == 0 else said(f"So.\nScore: {len(prompt) % 11}")
 
-    place = furnish(tmp_path)
+    directory = furnish(tmp_path)
     monkeypatch.setenv("DORA_PIPE_CACHE", str(tmp_path / "cache"))
     example = str(ROOT / "examples" / "judge" / "config.toml")
-    overrides = [word for one in (*SMALL, "model.path=model") for word in ("-o", one)]
+    overrides = [word for override in (*SMALL, "model.path=model") for word in ("-o", override)]
     with judge_endpoint(opinion) as endpoint:
         monkeypatch.setenv("JUDGE_URL", endpoint.url)
-        assert call(place, "run", example, *overrides) == 0, (place / "said").read_text()
-    assert_clean(place, "judge")
+        assert call(directory, "run", example, *overrides) == 0, (directory / "said").read_text()
+    assert_clean(directory, "judge")
     asked = len(endpoint.asked)
     assert asked > 8
     assert "A student was asked: turn " in endpoint.asked[0]["messages"][0]["content"]
-    with opened(str(place / "runs" / "judge")) as run:
+    with opened(str(directory / "runs" / "judge")) as run:
         records = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
-        found = [decode_trajectory(record.value) for record in records]
-    scored = [one for one in found if one.reward is not None]
-    assert scored == found
-    for one in scored:
-        parts = one.meta.reward_parts
-        assert one.reward == parts["judge"] + 0.5 * parts["exact"]
-        assert one.meta.reward_raw == parts["judge"]
-    assert call_here(place, "rescore", "judge") == 0, (place / "said").read_text()
-    assert f"{len(found)} of {len(found)} trajectories as recorded" in (place / "said").read_text()
+        trajectories = [decode_trajectory(record.value) for record in records]
+    scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    assert scored == trajectories
+    for trajectory in scored:
+        parts = trajectory.meta.reward_parts
+        assert trajectory.reward == parts["judge"] + 0.5 * parts["exact"]
+        assert trajectory.meta.reward_raw == parts["judge"]
+    assert call_here(directory, "rescore", "judge") == 0, (directory / "said").read_text()
+    assert (
+        f"{len(trajectories)} of {len(trajectories)} trajectories as recorded"
+        in (directory / "said").read_text()
+    )
     assert len(endpoint.asked) == asked

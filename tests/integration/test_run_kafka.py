@@ -31,12 +31,12 @@ def place(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
     return tmp_path
 
 
-def workers(place: Path, run: str) -> list[WorkerJoined]:
-    return [fact for fact in facts(place, run) if isinstance(fact, WorkerJoined)]
+def workers(path: Path, run: str) -> list[WorkerJoined]:
+    return [fact for fact in facts(path, run) if isinstance(fact, WorkerJoined)]
 
 
-def said(place: Path) -> str:
-    return (place / "said").read_text()
+def said(path: Path) -> str:
+    return (path / "said").read_text()
 
 
 def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Path) -> None:
@@ -63,7 +63,7 @@ def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Pa
     assert "the log already holds a run 'tiny'" in said(place)
 
 
-def runs_named_in(place: Path, run: str) -> set[str]:
-    with opened(str(place / "runs" / run)) as open_run:
+def runs_named_in(path: Path, run: str) -> set[str]:
+    with opened(str(path / "runs" / run)) as open_run:
         ends = ends_of(open_run.bus, open_run.topics.trajectories)
-        return {dict(one.headers)["run"].decode() for one in records_of(open_run.bus, ends)}
+        return {dict(record.headers)["run"].decode() for record in records_of(open_run.bus, ends)}

@@ -32,11 +32,11 @@ STEPS = 3
 
 @pytest.fixture
 def place(tmp_path: Path, secure_kafka: KafkaBroker, certificates: Certificates) -> Path:
-    place = furnish(tmp_path / "place")
+    directory = furnish(tmp_path / "place")
     (tmp_path / "secrets").mkdir()
     for user in USERS:
         (tmp_path / "secrets" / user).write_text(password_of(user))
-    with (place / "config.toml").open("a") as config:
+    with (directory / "config.toml").open("a") as config:
         config.write(
             f"""[bus]
 url = "kafka://{secure_kafka.address("SECURE")}"
@@ -45,17 +45,17 @@ username = "nobody"
 ca_file = "{certificates.path("ca.pem")}"
 """
         )
-    return place
+    return directory
 
 
-def enters(place: Path, user: str) -> list[str]:
+def enters(path: Path, user: str) -> list[str]:
     """Words of the command line."""
-    file = place.parent / "secrets" / user
+    file = path.parent / "secrets" / user
     return ["-o", f"bus.username={user}", "-o", f'bus.password_file="{file}"']
 
 
-def said(place: Path) -> str:
-    path = place / "said"
+def said(directory: Path) -> str:
+    path = directory / "said"
     return path.read_text() if path.exists() else ""
 
 
@@ -64,8 +64,8 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
 ) -> None:
     allow(secure_kafka, documented_rights("tiny"))
     orchestrator = start(place, "orchestrator", "config.toml", *enters(place, "orchestrator"))
-    made = place / "runs" / "tiny" / "config.toml"
-    until(lambda: made.exists() or orchestrator.poll() is not None)
+    new_path = place / "runs" / "tiny" / "config.toml"
+    until(lambda: new_path.exists() or orchestrator.poll() is not None)
     assert orchestrator.poll() is None, said(place)
     roles = [
         start(place, "worker", "config.toml", "--name", name, *enters(place, "worker"))
@@ -91,14 +91,14 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
     no_secret_is_anywhere(place, auditor, secure_kafka)
 
 
-def as_auditor(place: Path) -> Path:
-    auditor = place.parent / "auditor"
-    shutil.copytree(place, auditor, ignore=shutil.ignore_patterns("said"))
+def as_auditor(path: Path) -> Path:
+    auditor = path.parent / "auditor"
+    shutil.copytree(path, auditor, ignore=shutil.ignore_patterns("said"))
     config = auditor / "runs" / "tiny" / "config.toml"
-    secrets = place.parent / "secrets"
+    secrets = path.parent / "secrets"
     text = config.read_text().replace('username = "orchestrator"', 'username = "auditor"')
     text = text.replace(str(secrets / "orchestrator"), str(secrets / "auditor"))
-    config.write_text(text.replace(f'"{place}', f'"{auditor}'))
+    config.write_text(text.replace(f'"{path}', f'"{auditor}'))
     return auditor
 
 
@@ -110,9 +110,9 @@ FORBIDDEN = {
 }
 
 
-def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, place: Path) -> None:
+def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, path: Path) -> None:
     for user in ROLES:
-        security = security_of(user, certificates, place.parent)
+        security = security_of(user, certificates, path.parent)
         bus = KafkaBus([secure_kafka.address("SECURE")], security=security)
         for name in FORBIDDEN[user]:
             topic = f"tiny.{name}"
@@ -127,11 +127,11 @@ def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, pl
         bus.close()
 
 
-def no_secret_is_anywhere(place: Path, auditor: Path, secure_kafka: KafkaBroker) -> None:
+def no_secret_is_anywhere(location: Path, auditor: Path, secure_kafka: KafkaBroker) -> None:
     """Neither in what was printed, nor in the run's directory, nor in the log on the broker."""
     secrets = [password_of(user).encode() for user in USERS]
     segments = secure_kafka.data.glob("tiny.*/*.log")
-    files = [path for root in (place, auditor) for path in root.rglob("*") if path.is_file()]
+    files = [path for root in (location, auditor) for path in root.rglob("*") if path.is_file()]
     looked = [*files, *segments]
     assert any(path.name == "said" for path in looked)
     assert any("tiny.control" in str(path) for path in looked)
@@ -185,7 +185,7 @@ def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
     code = call(place, "run", "config.toml", "-o", f'run.name="no-{case}"', *words[case])
     lines = said(place).splitlines()
     assert code == 4, said(place)
-    (error,) = [one for one in lines if one.startswith("error: ")]
+    (error,) = [line for line in lines if line.startswith("error: ")]
     assert line in error
     assert hint in lines[lines.index(error) + 1]
     assert "Traceback" not in said(place)

@@ -44,7 +44,7 @@ Pair = tuple[Beside, Beside]
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """Runs `a` and `a-control` with other seeds, each with workers of the same names."""
     log = MemoryLog() if request.param == "memory" else tmp_path / "log.sqlite"
-    made = [
+    clusters = [
         Beside(
             tmp_path / name,
             make_config(run__name=name, run__steps=STEPS, run__seed=seed),
@@ -53,20 +53,22 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         )
         for name, seed in (("a", 1), ("a-control", 2))
     ]
-    yield made[0], made[1]
-    for one in made:
-        one.close()
+    yield clusters[0], clusters[1]
+    for cluster in clusters:
+        cluster.close()
 
 
 def play(pair: Pair, until_step: int | None = None) -> None:
     """Turns of both until both are over, or have got as far."""
     for _ in range(TICKS_MAX):
-        living = [one for one in pair if one.roles]
-        if not living or (until_step is not None and all(got(one, until_step) for one in living)):
+        living = [side for side in pair if side.roles]
+        if not living or (
+            until_step is not None and all(got(cluster, until_step) for cluster in living)
+        ):
             return
-        for one in living:
-            one.tick()
-            revive(one)
+        for cluster in living:
+            cluster.tick()
+            revive(cluster)
     raise AssertionError("they do not end")
 
 
@@ -85,43 +87,46 @@ def records(cluster: Beside, topic: str) -> list[Record]:
 
 
 def steps(cluster: Beside) -> list[int]:
-    found = (decode_control(one.value) for one in records(cluster, cluster.topics.control))
-    return [one.step for one in found if isinstance(one, StepCommitted)]
+    controls = (decode_control(record.value) for record in records(cluster, cluster.topics.control))
+    return [event.step for event in controls if isinstance(event, StepCommitted)]
 
 
 def runs_of_trajectories(cluster: Beside) -> set[str]:
-    return {parse_headers(one.headers).run for one in records(cluster, cluster.topics.trajectories)}
+    return {
+        parse_headers(record.headers).run
+        for record in records(cluster, cluster.topics.trajectories)
+    }
 
 
 def copy(source: Beside, target: Beside, kind: str) -> int:
     """Everything of one topic, into the other run's topic of this kind, as it is."""
-    found = records(source, getattr(source.topics, kind))
+    actual_records = records(source, getattr(source.topics, kind))
     topic = getattr(target.topics, kind)
     partitions = target.bus.partitions(topic)
     writer = target.bus.writer()
-    for one in found:
+    for record in actual_records:
         writer.append(
             [
                 Append(
                     topic=topic,
-                    partition=one.partition % partitions,
-                    key=one.key,
-                    value=one.value,
-                    headers=one.headers,
+                    partition=record.partition % partitions,
+                    key=record.key,
+                    value=record.value,
+                    headers=record.headers,
                 )
             ]
         )
     writer.close()
-    return len(found)
+    return len(actual_records)
 
 
 def test_two_runs_in_one_log_end_proved_and_apart(pair: Pair) -> None:
     play(pair)
-    for one in pair:
-        assert steps(one) == list(range(STEPS))
-        assert runs_of_trajectories(one) == {one.config.run.name}
-        assert records(one, one.topics.dead_letters) == []
-        report = audit(one.bus, one.topics, one.store.root)
+    for side in pair:
+        assert steps(side) == list(range(STEPS))
+        assert runs_of_trajectories(side) == {side.config.run.name}
+        assert records(side, side.topics.dead_letters) == []
+        report = audit(side.bus, side.topics, side.store.root)
         assert report.holds, [violation.line for violation in report.violations]
         assert report.finished
 
@@ -133,11 +138,12 @@ def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pai
     assert strangers
     play(pair)
     letters = [
-        decode_dead_letter(one.value, one.headers) for one in records(a, a.topics.dead_letters)
+        decode_dead_letter(record.value, record.headers)
+        for record in records(a, a.topics.dead_letters)
     ]
     assert 0 < len(letters) <= strangers
-    assert {one.reason for one in letters} == {"a record of run a-control (at $.headers.run)"}
-    assert {one.topic for one in letters} == {a.topics.trajectories}
+    assert {letter.reason for letter in letters} == {"a record of run a-control (at $.headers.run)"}
+    assert {letter.topic for letter in letters} == {a.topics.trajectories}
     assert steps(a) == steps(other) == list(range(STEPS))
     assert records(other, other.topics.dead_letters) == []
     assert audit(other.bus, other.topics, other.store.root).holds
@@ -157,6 +163,6 @@ def test_facts_of_another_run_stop_nothing_and_audit_names_them(pair: Pair) -> N
     assert steps(other) == list(range(STEPS))
     assert audit(other.bus, other.topics, other.store.root).holds
     assert sorted(set(steps(a))) == list(range(STEPS))
-    lines = [one.line for one in audit(a.bus, a.topics, a.store.root).violations]
+    lines = [violation.line for violation in audit(a.bus, a.topics, a.store.root).violations]
     assert any("starts another run" in line and "a-control" in line for line in lines), lines
     assert any("step 0: is committed twice" in line for line in lines), lines

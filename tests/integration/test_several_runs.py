@@ -69,12 +69,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def specs(place: Path) -> list[GroupSpec]:
+def specs(path: Path) -> list[GroupSpec]:
     """Everything that was dispatched, in order."""
-    with opened(str(place / "runs" / "tiny")) as run:
-        rounds = [at.round for at in read_rounds(run.bus, run.topics)]
-    decisions = [one for round_ in rounds for one in round_.decisions]
-    return [one.spec for one in decisions if isinstance(one, Dispatch)]
+    with opened(str(path / "runs" / "tiny")) as run:
+        rounds = [entry.round for entry in read_rounds(run.bus, run.topics)]
+    decisions = [decision for round_ in rounds for decision in round_.decisions]
+    return [decision.spec for decision in decisions if isinstance(decision, Dispatch)]
 
 
 @pytest.mark.slow
@@ -92,10 +92,12 @@ def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place:
     words = ("run", inside, "--resume", "-o", f"run.steps={done}")
     assert call(place, *words) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
-    train = Counter(one.task for one in specs(place) if one.purpose == "train")
+    train = Counter(spec.task for spec in specs(place) if spec.purpose == "train")
     assert train.total() > 200
     assert abs(train["letters"] - 3 * train.total() / 4) < 1
-    evaluated = {(one.evaluation, one.size, one.version) for one in specs(place) if one.evaluation}
+    evaluated = {
+        (spec.evaluation, spec.size, spec.version) for spec in specs(place) if spec.evaluation
+    }
     assert {("letters", 1, 0), ("few", 2, 2), ("other", 1, done)} <= evaluated
     assert ("other", 1, 2) not in evaluated
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()

@@ -38,22 +38,22 @@ def test_a_run_is_shown_on_one_screen(recorded: RecordedRun, call: Call) -> None
     lines = out.splitlines()
     assert lines[0].startswith(f"recorded: over after {STEPS} steps, ")
     assert len(lines) <= 24, out
-    said = {line.split("  ")[0] for line in lines}
-    assert {"reward", "staleness", "groups", "trainer", "orchestrator", "w0"} <= said
+    texts = {line.split("  ")[0] for line in lines}
+    assert {"reward", "staleness", "groups", "trainer", "orchestrator", "w0"} <= texts
     assert any(line.startswith("evaluations, ") for line in lines)
     assert max(map(len, lines)) <= 80
 
 
 def test_a_run_as_json_has_every_step_and_wait(recorded: RecordedRun, call: Call) -> None:
     code, out, _ = call("show", recorded.directory, "--json")
-    found = json.loads(out)
-    assert (code, found["run"], found["steps"], len(found["rewards"])) == (
+    result = json.loads(out)
+    assert (code, result["run"], result["steps"], len(result["rewards"])) == (
         0,
         "recorded",
         STEPS,
         STEPS,
     )
-    assert found["waits"]["roles"][0]["role"] == "trainer"
+    assert result["waits"]["roles"][0]["role"] == "trainer"
 
 
 def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
@@ -65,8 +65,8 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
     assert len(lines) <= 24, out
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 3 of recorded: ")
-    _, whole, _ = call("show", recorded.directory, "3", "--json")
-    description = json.loads(whole)
+    _, full, _ = call("show", recorded.directory, "3", "--json")
+    description = json.loads(full)
     assert {row["group"] for row in description["groups"]} == set(re.findall(r"g\d{10}(?!-)", out))
     worst = re.findall(r"^(g\d{10}-\d{3}) ", out, re.MULTILINE)
     assert worst == []  # The trainer of this run says nothing of ratios.
@@ -75,19 +75,19 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
     assert "\ntrace\n" in everything
 
 
-@pytest.mark.parametrize("wanted", ["3", "g0000000010", "g0000000010-001"])
+@pytest.mark.parametrize("expected", ["3", "g0000000010", "g0000000010-001"])
 @pytest.mark.parametrize("columns", ["60", "80", "120"])
 def test_no_identifier_is_folded_or_cut(
-    wanted: str, columns: str, recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
+    expected: str, columns: str, recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    known = set(ID.findall(call("show", recorded.directory, wanted, "--json")[1]))
-    _, out, _ = call("show", recorded.directory, wanted, "--all")
+    matches = set(ID.findall(call("show", recorded.directory, expected, "--json")[1]))
+    _, out, _ = call("show", recorded.directory, expected, "--all")
     words = set(re.findall(r"[0-9a-f]{9,}", out))
     assert words
     for word in words:
         if re.fullmatch(r"[0-9a-f]*[a-f][0-9a-f]*", word) and len(word) > 12:
-            assert word in known, word
+            assert word in matches, word
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -97,35 +97,35 @@ def test_a_step_of_any_size_fits_the_screen(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     print_step(_step(count, versions=3), "x")
-    seen = capsys.readouterr()
-    assert len((seen.out + seen.err).splitlines()) < 24
-    assert "the 3 trajectories with the worst ratios" in seen.out
-    named = re.findall(r"g\d{10}(?!-)", seen.out)
+    captured = capsys.readouterr()
+    assert len((captured.out + captured.err).splitlines()) < 24
+    assert "the 3 trajectories with the worst ratios" in captured.out
+    named = re.findall(r"g\d{10}(?!-)", captured.out)
     assert 0 < len(named) <= count
-    said = f"({len(named)} of {count}; --all has every one)"
-    assert (said in seen.out) == (len(named) < count)
+    text = f"({len(named)} of {count}; --all has every one)"
+    assert (text in captured.out) == (len(named) < count)
 
 
 def _step(count: int, *, versions: int) -> dict[str, Any]:
     groups = [
         {
-            "group": f"g{at:010d}",
-            "version": at % versions,
-            "staleness": versions - at % versions,
+            "group": f"g{index:010d}",
+            "version": index % versions,
+            "staleness": versions - index % versions,
             "rewards": "0 1 1 0.5",
             "tokens": 100,
         }
-        for at in range(count)
+        for index in range(count)
     ]
     rows = [
         {
-            "trajectory": f"g{at:010d}-000",
+            "trajectory": f"g{index:010d}-000",
             "ratio_min": 0.1234,
             "ratio_max": 5.678,
             "advantage": -0.9352,
             "clipped_share": 0.02083,
         }
-        for at in range(count)
+        for index in range(count)
     ]
     return {
         "step": {"step": 3, "attempt": 1, "batch reason": "so", "compute s": 1.0},
@@ -176,8 +176,8 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
 ) -> None:
     ratios = [(0.9, 1.1), (0.01, 1.0), (0.5, 2.5), (None, None), (1.0, 90.0), (0.2, 1.0)]
     rows = [
-        {"trajectory": f"g{at:010d}-000", "ratio_min": low, "ratio_max": high}
-        for at, (low, high) in enumerate(ratios)
+        {"trajectory": f"g{index:010d}-000", "ratio_min": low, "ratio_max": high}
+        for index, (low, high) in enumerate(ratios)
     ]
     print_step(
         {
@@ -190,7 +190,7 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
         "x",
     )
     worst = re.findall(r"^(g\d{10})-000", capsys.readouterr().out, re.MULTILINE)
-    assert [int(one[1:]) for one in worst] == [1, 4, 5]
+    assert [int(entry[1:]) for entry in worst] == [1, 4, 5]
 
 
 def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
@@ -208,8 +208,10 @@ def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
             metrics={"mean@1": value},
         )
 
-    found = [evaluated(version, name) for version in range(9) for name in ("hard", "easy")]
-    assert [(one.version, one.evaluation) for one in shown_evaluations(found)] == [
+    results = [evaluated(version, name) for version in range(9) for name in ("hard", "easy")]
+    assert [
+        (evaluation.version, evaluation.evaluation) for evaluation in shown_evaluations(results)
+    ] == [
         (0, "hard"),
         (0, "easy"),
         (4, "hard"),
@@ -217,13 +219,13 @@ def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
         (8, "hard"),
         (8, "easy"),
     ]
-    print_evaluations(found, everything=False)
-    assert "; 12 evaluations left out (--all)" in (said := capsys.readouterr().out)
-    assert re.findall(r"(\d+) \(best\) +(\w+)", said) == [("4", "hard"), ("8", "easy")]
-    print_evaluations(found, everything=True)
-    assert "left out" not in (said := capsys.readouterr().out) and said.count("easy") == 9
+    print_evaluations(results, everything=False)
+    assert "; 12 evaluations left out (--all)" in (out := capsys.readouterr().out)
+    assert re.findall(r"(\d+) \(best\) +(\w+)", out) == [("4", "hard"), ("8", "easy")]
+    print_evaluations(results, everything=True)
+    assert "left out" not in (out := capsys.readouterr().out) and out.count("easy") == 9
     half = replace(evaluated(9, "easy"), prompts=1)  # under way
-    print_evaluations([*found, half], everything=False)
+    print_evaluations([*results, half], everything=False)
     assert re.findall(r"(\d+) \(best\) +easy", capsys.readouterr().out) == ["8"]
     once = [evaluated(0, "")]
     assert shown_evaluations(once) == once

@@ -24,25 +24,25 @@ def test_contexts_and_calls_of_an_agent_are_shown(
     run, name = branched
     code, out, err = call("show", run.directory, name, "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert [(one["parent"], one["shared"]) for one in found["contexts"]] == [
+    result = json.loads(out)
+    assert [(row["parent"], row["shared"]) for row in result["contexts"]] == [
         (None, 0),
         (None, 0),
         (0, 6),
         (2, 9),
     ]
-    assert [one["calls"] for one in found["contexts"]] == [2, 1, 1, 1]
-    assert [one["tokens"] for one in found["contexts"]] == [22, 11, 10, 17]
-    assert [(one["context"], one["caller"], one["took ms"]) for one in found["calls"]] == [
+    assert [row["calls"] for row in result["contexts"]] == [2, 1, 1, 1]
+    assert [row["tokens"] for row in result["contexts"]] == [22, 11, 10, 17]
+    assert [(row["context"], row["caller"], row["took ms"]) for row in result["calls"]] == [
         (0, "planner", 38.0),
         (2, "planner", 30.0),
         (1, "searcher", 50.0),
         (0, "planner", 40.0),
         (3, None, 30.0),
     ]
-    assert len(found["calls"]) == len(ASKED)
-    assert [one["context"] for one in found["segments"]] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(found["segments"]) == len(PIECES)
+    assert len(result["calls"]) == len(ASKED)
+    assert [row["context"] for row in result["segments"]] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(result["segments"]) == len(PIECES)
 
 
 def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
@@ -50,7 +50,7 @@ def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
 ) -> None:
     run, name = branched
     trace = json.loads(call("show", run.directory, name, "--json")[1])["trace"]
-    calls = [one["what"] for one in trace if one["stage"] == "chat"]
+    calls = [row["what"] for row in trace if row["stage"] == "chat"]
     assert calls == [
         "call 0 by planner, context 0, 5 tokens after 6",
         "call 2 by searcher, context 1, 6 tokens after 5",
@@ -58,7 +58,7 @@ def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
         "call 3 by planner, context 0, 7 tokens after 15",
         "call 4, context 3, 5 tokens after 12",
     ]
-    sampled = [one["what"] for one in trace if one["stage"] == "sampled"]
+    sampled = [row["what"] for row in trace if row["stage"] == "sampled"]
     assert "turn 0, 6 tokens; context 1" in sampled
 
 
@@ -69,8 +69,8 @@ def test_a_run_says_how_often_its_agents_call(
     code, out, err = call("show", run.directory)
     assert code == 0, err
     assert "1 trajectories, 5.0 calls and 4.0 contexts each" in out
-    found = json.loads(call("show", run.directory, "--json")[1])
-    assert found["agents"] == {"trajectories": 1, "calls": 5.0, "contexts": 4.0}
+    result = json.loads(call("show", run.directory, "--json")[1])
+    assert result["agents"] == {"trajectories": 1, "calls": 5.0, "contexts": 4.0}
 
 
 def test_a_trajectory_of_one_context_says_nothing_of_contexts(

@@ -23,7 +23,7 @@ def quiet() -> None:
 
 
 def has_agents(drawn: Scenario) -> bool:
-    return any(one.has_agent for one in drawn.config.tasks)
+    return any(task.has_agent for task in drawn.config.tasks)
 
 
 def played(seeds: Iterable[int]) -> list[SeedResult]:
@@ -33,9 +33,9 @@ def played(seeds: Iterable[int]) -> list[SeedResult]:
 def test_seeds_with_agents_hold() -> None:
     results = played(FIRST)
     assert len(results) == 3
-    assert [one.line for one in results if not one.holds] == []
-    assert all(one.states["call answered"] > 50 for one in results)
-    assert any(one.states["call answered again"] for one in results)
+    assert [result.line for result in results if not result.holds] == []
+    assert all(result.states["call answered"] > 50 for result in results)
+    assert any(result.states["call answered again"] for result in results)
 
 
 @pytest.mark.pure
@@ -45,8 +45,8 @@ def test_more_seeds_with_agents_hold_and_meet_what_befalls_them() -> None:
     for seed in MORE:
         if count >= WITH_AGENTS and all(struck[kind] for kind in KINDS):
             break
-        for one in played([seed]):
-            assert one.holds, one.line
-            struck.update(one.faults)
+        for result in played([seed]):
+            assert result.holds, result.line
+            struck.update(result.faults)
             count += 1
     assert [kind for kind in KINDS if not struck[kind]] == []

@@ -26,7 +26,7 @@ def quiet() -> None:
 def found_by(name: str) -> str:
     with mutated(name):
         played = (run_seed(seed) for seed in seeds_of(name, SEEDS_MAX))
-        return next((one.check for one in played if not one.holds), "")
+        return next((result.check for result in played if not result.holds), "")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *more(sorted(BUGS.keys() - set(QUICK)))])

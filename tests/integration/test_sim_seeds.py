@@ -48,20 +48,24 @@ def test_more_seeds_hold(chunk: int) -> None:
 
 def test_most_seeds_are_short_and_features_come_to_their_shares() -> None:
     drawn = [draw(seed) for seed in range(200)]
-    assert 160 <= sum(one.config.run.steps <= SHORT_STEPS[1] for one in drawn) <= 195
-    assert 20 <= sum(any(own.colocated for own in one.workers) for one in drawn) <= 60
-    assert 30 <= sum(any(own.versions > 1 for own in one.workers) for one in drawn) <= 70
-    assert 30 <= sum(any(task.has_agent for task in one.config.tasks) for one in drawn) <= 70
+    assert 160 <= sum(scenario.config.run.steps <= SHORT_STEPS[1] for scenario in drawn) <= 195
+    assert 20 <= sum(any(own.colocated for own in scenario.workers) for scenario in drawn) <= 60
+    assert 30 <= sum(any(own.versions > 1 for own in scenario.workers) for scenario in drawn) <= 70
+    assert (
+        30 <= sum(any(task.has_agent for task in scenario.config.tasks) for scenario in drawn) <= 70
+    )
 
 
 def test_versions_are_deltas_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
     drawn = [draw(seed) for seed in range(400)]
-    patched = [one for one in drawn if full_every(one.config, "float32") > 1]
+    patched = [scenario for scenario in drawn if full_every(scenario.config, "float32") > 1]
     assert 0.2 < len(patched) / len(drawn) < 0.3
-    assert all(one.config.trainer.checkpoint_every > 1 for one in patched)
+    assert all(scenario.config.trainer.checkpoint_every > 1 for scenario in patched)
     for fault in OF_DELTAS:
-        assert 0.3 < sum(fault in one.faults for one in patched) / len(patched) < 0.7
-    assert not any({*OF_DELTAS} & one.faults.keys() for one in drawn if one not in patched)
+        assert 0.3 < sum(fault in scenario.faults for scenario in patched) / len(patched) < 0.7
+    assert not any(
+        {*OF_DELTAS} & scenario.faults.keys() for scenario in drawn if scenario not in patched
+    )
 
 
 def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:
@@ -72,9 +76,13 @@ def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:
 
 def test_parts_are_updates_in_half_of_the_seeds_that_have_some() -> None:
     trainers = [draw(seed).config.trainer for seed in range(300)]
-    updates = [one.minibatches == one.batch_parts for one in trainers if one.batch_parts > 1]
+    updates = [
+        trainer.minibatches == trainer.batch_parts
+        for trainer in trainers
+        if trainer.batch_parts > 1
+    ]
     assert 0.3 < sum(updates) / len(updates) < 0.7
-    assert all(one.minibatches == 1 for one in trainers if one.batch_parts == 1)
+    assert all(trainer.minibatches == 1 for trainer in trainers if trainer.batch_parts == 1)
 
 
 @pytest.mark.pure
@@ -115,7 +123,7 @@ def test_a_hundred_others_hold_and_more_are_played_until_everything_is_met() -> 
         anywhere = coverage.seeds < OTHERS or unmet - FAULTS.keys()
         if anywhere or unmet & draw(seed).faults.keys():
             coverage.add(run_seed(seed))
-    assert [one.line for one in coverage.broken] == []
+    assert [entry.line for entry in coverage.broken] == []
     assert coverage.unmet() == []
 
 

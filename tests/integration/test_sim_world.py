@@ -68,14 +68,14 @@ def test_equal_seeds_give_equal_logs_in_every_process() -> None:
     here = seed_digest(5)
     assert seed_digest(5) == here
     assert seed_digest(6) != here
-    found = subprocess.run(
+    forked = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         check=True,
         capture_output=True,
         text=True,
         env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(p for p in sys.path if p)},
     )
-    assert found.stdout.split()[-1] == here
+    assert forked.stdout.split()[-1] == here
 
 
 class Away(NoFaults):

@@ -20,17 +20,17 @@ def quiet() -> None:
 
 
 def test_the_catalogue_has_samples_that_were_not_waited_for() -> None:
-    seed_run, found = SeedRun(draw(4)), list[Any]()
+    seed_run, request = SeedRun(draw(4)), list[Any]()
     close = World.close
 
     def close_read(self: World) -> None:
         with closing(read_catalogue(self.bus, self.topics)) as tables:
-            found.extend(tables.records("select * from selection"))
+            request.extend(tables.records("select * from selection"))
         close(self)
 
     with pytest.MonkeyPatch.context() as delta:
         delta.setattr(World, "close", close_read)
         played = seed_run.run()
     assert played.holds, played.line
-    assert [one["outcome"] for one in found] == ["trained", "redundant"]
-    assert found[1]["trajectories"] > 0 and found[1]["seconds"] is not None
+    assert [row["outcome"] for row in request] == ["trained", "redundant"]
+    assert request[1]["trajectories"] > 0 and request[1]["seconds"] is not None

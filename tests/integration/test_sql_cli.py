@@ -20,8 +20,8 @@ PAGE = (Path(__file__).parents[2] / "docs/reference/sql.md").read_text()
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    found = recorded_in(tmp_path_factory.getbasetemp())
-    return found.copy(tmp_path_factory.mktemp("sql") / "recorded")
+    result = recorded_in(tmp_path_factory.getbasetemp())
+    return result.copy(tmp_path_factory.mktemp("sql") / "recorded")
 
 
 def test_a_query_prints_a_table_and_keeps_the_catalogue(call: Call, recorded: RecordedRun) -> None:

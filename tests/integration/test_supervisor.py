@@ -227,19 +227,19 @@ def test_starts_do_not_count_while_the_run_is_held_up_from_outside(
 
 
 def test_an_interrupt_stops_the_roles_in_the_given_order(tmp_path: Path) -> None:
-    said = tmp_path / "said"
+    path = tmp_path / "said"
 
     sent: list[int] = []
 
     def interrupt_when_up() -> None:
-        if not sent and said.exists() and said.read_text().count("up") == 3:
+        if not sent and path.exists() and path.read_text().count("up") == 3:
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
     names = ("w0", "trainer", "orchestrator")
     role = ends_with(tmp_path, {})
     assert not supervise(role, *names, watch=interrupt_when_up, logs=tmp_path).run()
-    assert said.read_text().split("\n")[3:6] == ["w0 down", "trainer down", "orchestrator down"]
+    assert path.read_text().split("\n")[3:6] == ["w0 down", "trainer down", "orchestrator down"]
 
 
 def test_roles_that_end_for_good_at_once_end_the_run_and_not_the_supervisor(tmp_path: Path) -> None:
@@ -280,11 +280,11 @@ def test_worker_that_is_lost_for_good_costs_its_own_work_alone(
 
     workers = Workers(names=("w0", "w1", "w2"))
     assert supervise(role, *codes, watch=watch, logs=tmp_path, workers=workers).run()
-    said = "".join([*heard, capsys.readouterr().err])
+    text = "".join([*heard, capsys.readouterr().err])
     assert starts(tmp_path, "w1") == 1
-    assert "w1 ended with exit code 9: w1 has no memory; the run continues without it" in said
-    assert "w0 ended with exit code 7: w0 has no memory; restarting it in 0.2 s" in said
-    assert "w0 ended with exit code 7: w0 has no memory; the run continues without it" in said
+    assert "w1 ended with exit code 9: w1 has no memory; the run continues without it" in text
+    assert "w0 ended with exit code 7: w0 has no memory; restarting it in 0.2 s" in text
+    assert "w0 ended with exit code 7: w0 has no memory; the run continues without it" in text
 
 
 def test_worker_that_never_hosts_is_given_up_however_slowly_it_fails(

@@ -66,11 +66,11 @@ def call(request: str = "g-0/0", index: int = 0) -> AgentCall:
 
 
 def events(pool: TaskPool, count: int = 1, wait_s: float = 20.0) -> list[TaskEvent]:
-    found: list[TaskEvent] = []
+    events: list[TaskEvent] = []
     end = time.monotonic() + wait_s
-    while len(found) < count and time.monotonic() < end:
-        found += pool.poll(0.05)
-    return found
+    while len(events) < count and time.monotonic() < end:
+        events += pool.poll(0.05)
+    return events
 
 
 def test_a_function_is_given_what_it_names(folder: Path) -> None:
@@ -86,12 +86,14 @@ def test_plain_functions_run_at_the_same_time(folder: Path) -> None:
     with pool_of(folder, agent="agent:in_thread") as pool:
         pool.wait()
         start = time.monotonic()
-        for at in range(20):
-            pool.submit(call(f"g-0/{at}"))
-        found = events(pool, 20)
+        for index in range(20):
+            pool.submit(call(f"g-0/{index}"))
+        actual_events = events(pool, 20)
         assert time.monotonic() - start < 9.0  # One after the other would be 10 s.
     assert {
-        one.rewarded.reward for one in found if isinstance(one, AgentEnded) and one.rewarded
+        ended.rewarded.reward
+        for ended in actual_events
+        if isinstance(ended, AgentEnded) and ended.rewarded
     } == {0.5}
 
 
@@ -123,7 +125,7 @@ def test_what_is_not_the_agents_fault_loses_its_episode(folder: Path, name: str)
         (lost,) = events(pool)
         assert isinstance(lost, EpisodeLost)
         pool.submit(call())
-        assert [type(one) for one in events(pool)] == [EpisodeLost]
+        assert [type(event) for event in events(pool)] == [EpisodeLost]
 
 
 def test_an_agent_that_is_late_is_stopped_and_one_that_is_forgotten_says_nothing(
@@ -159,10 +161,10 @@ esac
 
 def test_a_command_line_has_all_in_its_environment(folder: Path) -> None:
     (folder / "agent.sh").write_text(SCRIPT)
-    for word, wanted in (("text", "it is numbers"), ("none", None)):
+    for word, expected in (("text", "it is numbers"), ("none", None)):
         with pool_of(folder, agent=("sh", "agent.sh", word)) as pool:
             pool.submit(call())
-            assert events(pool) == [AgentEnded(request="g-0/0", text=wanted)]
+            assert events(pool) == [AgentEnded(request="g-0/0", text=expected)]
     with pool_of(folder, agent=("sh", "agent.sh", "reward")) as pool:
         pool.submit(call())
         (ended,) = events(pool)

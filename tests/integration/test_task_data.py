@@ -53,9 +53,9 @@ def test_prompts_come_of_prepared_rows_and_the_share_is_held_out(
 ) -> None:
     with TaskPool(task) as pool:
         facts = pool.wait()
-        found = ask(pool, prompt("a", index=7))
-    assert isinstance(found, PromptReady)
-    assert found.text.endswith(TEXT)
+        ready = ask(pool, prompt("a", index=7))
+    assert isinstance(ready, PromptReady)
+    assert ready.text.endswith(TEXT)
     assert facts.train_rows + facts.eval_rows == ROWS
     assert facts.single_turn, "its requests may move"
     assert 0.005 * ROWS < facts.eval_rows < 0.02 * ROWS

@@ -116,8 +116,8 @@ def test_rewards_run_in_the_main_thread_on_every_attempt(folder: Path, names: An
 
 
 def test_rewards_of_groups_run_in_the_main_thread_on_every_attempt(folder: Path) -> None:
-    said = tuple(Said(text=text, turns=(text,)) for text in "ab")
-    call = GroupCall(request="g", split="train", index=0, completions=said)
+    saids = tuple(Said(text=text, turns=(text,)) for text in "ab")
+    call = GroupCall(request="g", split="train", index=0, completions=saids)
     with TaskPool(task(folder, "plain", "group")) as pool:
         event = ask(pool, call)
         assert isinstance(event, GroupRewarded)
@@ -133,8 +133,8 @@ def test_rewards_after_one_that_hung_run_in_the_main_thread(folder: Path, text: 
         failed = ask(pool, score("bad", text))
         assert isinstance(failed, TaskFailed)
         assert (failed.error, failed.message) == ("TimedOut", "timed out after 1 s")
-        seen = ask(pool, EnvStep(request="good", turn=Turn(text="")))
-        assert isinstance(seen, EnvObserved)
+        observed = ask(pool, EnvStep(request="good", turn=Turn(text="")))
+        assert isinstance(observed, EnvObserved)
         scored = ask(pool, score("good", ""))
         assert isinstance(scored, Rewarded)
         assert scored.reward == 1.0

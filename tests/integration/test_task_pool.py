@@ -131,10 +131,10 @@ def test_what_users_print_of_sampled_text_steers_no_terminal(
 ) -> None:
     with TaskPool(task(folder)) as pool:
         assert isinstance(ask(pool, score("a", "print control")), Rewarded)
-    seen = capfd.readouterr().err
-    assert "red\\x1b[31m \\x9b2J\n" in seen
-    assert "\\x07\n" in seen
-    assert seen.replace("\n", "").isprintable()
+    err = capfd.readouterr().err
+    assert "red\\x1b[31m \\x9b2J\n" in err
+    assert "\\x07\n" in err
+    assert err.replace("\n", "").isprintable()
 
 
 def test_row_that_does_not_exist_is_an_error(pool: TaskPool) -> None:
@@ -263,7 +263,7 @@ def test_step_under_which_three_processes_died_is_to_blame(episodes: TaskPool) -
     for _ in range(3):
         ask(episodes, prompt("bad"))
         ended.append(ask(episodes, EnvStep(request="bad", turn=Turn(text="die"))))
-    assert [type(one) for one in ended] == [EpisodeLost, EpisodeLost, TaskFailed]
+    assert [type(entry) for entry in ended] == [EpisodeLost, EpisodeLost, TaskFailed]
     assert isinstance(ended[-1], TaskFailed)
     assert ended[-1].error == "ProcessDied"
     ask(episodes, prompt("bad"))
@@ -278,8 +278,8 @@ def test_step_that_hangs_costs_nobody_elses_episode(impatient: TaskPool, text: s
     failed = ask(impatient, EnvStep(request="bad", turn=Turn(text=text)))
     assert isinstance(failed, TaskFailed)
     assert failed.error == "TimedOut"
-    seen = ask(impatient, EnvStep(request="other", turn=Turn(text="go")))
-    assert isinstance(seen, EnvObserved)
+    observed = ask(impatient, EnvStep(request="other", turn=Turn(text="go")))
+    assert isinstance(observed, EnvObserved)
     assert impatient.deaths == 0
 
 

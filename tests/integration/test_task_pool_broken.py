@@ -37,20 +37,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def the_place(pool: TaskPool) -> FailingServer:
-    (place,) = pool.failing
-    assert (place.task, place.url) == ("odd_task:Odd", "")
-    assert place.reason.startswith(f"{BAD} consecutive calls failed, the last with TimedOut")
-    assert place.since_ns > 0
-    return place
+    (server,) = pool.failing
+    assert (server.task, server.url) == ("odd_task:Odd", "")
+    assert server.reason.startswith(f"{BAD} consecutive calls failed, the last with TimedOut")
+    assert server.since_ns > 0
+    return server
 
 
 def test_rewards_that_hang_one_after_the_other_leave_the_task_alone_until_one_works(
     folder: Path,
 ) -> None:
     with TaskPool(task(folder, limit_s=LIMIT_S)) as pool:
-        for at in range(BAD):
+        for index in range(BAD):
             assert pool.failing == []
-            failed = ask(pool, score(str(at), "forever"))
+            failed = ask(pool, score(str(index), "forever"))
             assert isinstance(failed, TaskFailed)
             assert failed.error == "TimedOut"
         assert the_place(pool).failures == 1
@@ -107,6 +107,6 @@ def test_a_call_under_which_processes_are_killed_again_and_again_is_to_blame(fol
 
 def test_what_the_tasks_code_does_wrong_leaves_nobody_alone(folder: Path) -> None:
     with TaskPool(task(folder)) as pool:
-        for at in range(2 * BAD):
-            assert isinstance(ask(pool, score(str(at), "raise")), TaskFailed)
+        for index in range(2 * BAD):
+            assert isinstance(ask(pool, score(str(index), "raise")), TaskFailed)
         assert pool.failing == []

@@ -167,12 +167,12 @@ def test_sixty_four_rewards_of_two_seconds_take_one_process_two_seconds(folder: 
 def ask_beside(pool: TaskPool, request: str, text: str) -> TaskEvent | None:
     """The event of one call, others that come are dropped."""
     pool.submit(score(request, text))
-    found = None
-    while found is None:
-        found = named(pool.poll(wait_s=0.05)).get(request)
+    result = None
+    while result is None:
+        result = named(pool.poll(wait_s=0.05)).get(request)
         if pool.pending == 0:
             break
-    return found
+    return result
 
 
 def test_a_deferred_call_that_is_late_fails_alone_and_no_process_dies(folder: Path) -> None:
@@ -268,11 +268,11 @@ def test_an_episode_may_await_in_every_method_and_steps_run_at_the_same_time(
         pool.poll(wait_s=0.2)
         pool.forget("open")  # closes when the step that is under way is cancelled
         ask(pool, prompt("last"))
-        end, said = time.monotonic() + DEADLINE_S, ""
-        while said.count("closed") < 21 and time.monotonic() < end:
+        end, text = time.monotonic() + DEADLINE_S, ""
+        while text.count("closed") < 21 and time.monotonic() < end:
             pool.poll(wait_s=0.05)
-            said += capfd.readouterr().err
-    assert said.count("closed") >= 21
+            text += capfd.readouterr().err
+    assert text.count("closed") >= 21
 
 
 @pytest.mark.parametrize("kind", ["flaky", "mixed flaky"])
@@ -302,20 +302,22 @@ def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) 
         ready = ask(pool, prompt("a"))
         assert isinstance(ready, PromptReady)
         assert ready.messages == ({"role": "user", "content": "1 + 2?"},)
-        assert [one["function"]["name"] for one in ready.tools] == ["add", "hang", "fetch"]
+        assert [tool["function"]["name"] for tool in ready.tools] == ["add", "hang", "fetch"]
         assert (ready.text, ready.episode) == ("", True)
-        seen = ask(pool, EnvStep(request="a", turn=Turn(text="", tool_calls=(add, fetch, hang))))
-        assert isinstance(seen, EnvObserved)
-        assert not seen.ok
-        assert [one["content"] for one in seen.messages] == [
+        observed = ask(
+            pool, EnvStep(request="a", turn=Turn(text="", tool_calls=(add, fetch, hang)))
+        )
+        assert isinstance(observed, EnvObserved)
+        assert not observed.ok
+        assert [message["content"] for message in observed.messages] == [
             "3",
             "text of a",
             "error: timed out after 0.5 s",
         ]
         done = ask(pool, EnvStep(request="a", turn=Turn(text="3")))
         assert done == EnvObserved(request="a", text="", done=True, tool="", ok=True)
-        said = ({"role": "assistant", "content": "3"},)
-        scored = ask(pool, replace(score("a", "3"), messages=said))
+        texts = ({"role": "assistant", "content": "3"},)
+        scored = ask(pool, replace(score("a", "3"), messages=texts))
         assert scored == Rewarded(request="a", reward=1.0, raw=None, parts={})
         assert pool.deaths == 0
 
@@ -326,22 +328,22 @@ def test_every_call_gets_one_event_and_a_forgotten_one_none(folder: Path, seed: 
     chance = random.Random(seed)
     texts = ["sleep 0.02"] * 8 + ["pid", "mixed pid", "raise", "exit", "later die", "die"]
     texts += ["sleep 60", "flaky {} 1", "mixed flaky {} 1"]
-    left = [f"r{number}" for number in range(150)]
+    remaining = [f"r{number}" for number in range(150)]
     begun: set[str] = set()
-    seen: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     with TaskPool(replace(task(folder, limit_s=1.0), processes=2)) as pool:
         end = time.monotonic() + DEADLINE_S
-        while (left or pool.pending) and time.monotonic() < end:
-            while left and pool.pending < 30:
-                name = left.pop()
+        while (remaining or pool.pending) and time.monotonic() < end:
+            while remaining and pool.pending < 30:
+                name = remaining.pop()
                 pool.submit(score(name, chance.choice(texts).format(name)))
                 begun.add(name)
-            seen.update(event.request for event in pool.poll(wait_s=0.02))
-            for name in sorted(begun - set(seen)):
+            counter.update(event.request for event in pool.poll(wait_s=0.02))
+            for name in sorted(begun - set(counter)):
                 if chance.random() < 0.002:
                     pool.forget(name)
                     begun.discard(name)
-        assert not left
+        assert not remaining
         assert pool.poll(wait_s=0.05) == []
         assert isinstance(ask(pool, score("last", "sleep 0.01")), Rewarded)
-    assert seen == Counter(begun)
+    assert counter == Counter(begun)

@@ -94,7 +94,7 @@ def step(request: str, text: str) -> EnvStep:
 def begin(pool: TaskPool, *requests: str, index: int = PLAIN) -> None:
     for request in requests:
         pool.submit(prompt(request, index))
-    assert all(isinstance(one, PromptReady) for one in gather(pool, len(requests)))
+    assert all(isinstance(ready, PromptReady) for ready in gather(pool, len(requests)))
 
 
 def steps(pool: TaskPool, requests: list[str], text: str) -> tuple[list[TaskEvent], float]:
@@ -108,8 +108,8 @@ def test_steps_of_a_hundred_episodes_are_made_at_the_same_time(folder: Path) -> 
     names = [f"r{number}" for number in range(100)]
     with TaskPool(task(folder)) as pool:
         begin(pool, *names)
-        seen, seconds = steps(pool, names, "sleep 1")
-        assert all(isinstance(one, EnvObserved) for one in seen)
+        observed, seconds = steps(pool, names, "sleep 1")
+        assert all(isinstance(observed, EnvObserved) for observed in observed)
         assert seconds < 50  # one after the other it would be 100
         assert ask(pool, score("ask", "most")) == Rewarded(
             request="ask", reward=100.0, raw=None, parts={}
@@ -119,8 +119,8 @@ def test_steps_of_a_hundred_episodes_are_made_at_the_same_time(folder: Path) -> 
 def test_one_thread_means_the_main_thread_in_order(folder: Path) -> None:
     with TaskPool(task(folder, threads=1)) as pool:
         begin(pool, "a", "b", "c")
-        seen, _ = steps(pool, ["b", "a", "c"], "sleep 0.05")
-        assert [one.request for one in seen] == ["b", "a", "c"]
+        observed, _ = steps(pool, ["b", "a", "c"], "sleep 0.05")
+        assert [request.request for request in observed] == ["b", "a", "c"]
         most = ask(pool, score("ask", "most"))
         assert isinstance(most, Rewarded)
         assert most.reward == 1
@@ -156,27 +156,27 @@ def test_reward_that_hangs_in_the_main_thread_leaves_others_their_episodes(folde
     with TaskPool(task(folder, limit_s=1.0)) as pool:
         begin(pool, "plain")
         begin(pool, "waits", index=WAITS)
-        seen = ask(pool, step("waits", "0"))
-        assert isinstance(seen, EnvObserved)
+        observed = ask(pool, step("waits", "0"))
+        assert isinstance(observed, EnvObserved)
         pool.submit(score("bad", "hang"))
         pool.submit(score("behind", ""))
-        events = {one.request: one for one in gather(pool, 2)}
+        events = {request.request: request for request in gather(pool, 2)}
         assert isinstance(events["bad"], TaskFailed)
         assert events["bad"].error == "TimedOut"
         assert isinstance(events["behind"], Rewarded)
         for name in ("waits", "plain"):
             again = ask(pool, step(name, "0"))
             assert isinstance(again, EnvObserved)
-            assert again.text.endswith(seen.text)  # the process where they were
+            assert again.text.endswith(observed.text)  # the process where they were
         assert pool.deaths == 0
         begin(pool, "fresh")  # another one takes what is new
         fresh = ask(pool, step("fresh", ""))
         assert isinstance(fresh, EnvObserved)
-        assert not fresh.text.endswith(seen.text)
+        assert not fresh.text.endswith(observed.text)
         for name in ("waits", "plain"):
             assert isinstance(ask(pool, score(name, "")), Rewarded)
         # With its last episode the old one ends.
-        assert poll_until(pool, lambda: is_gone(int(seen.text)))
+        assert poll_until(pool, lambda: is_gone(int(observed.text)))
         assert isinstance(ask(pool, step("fresh", "")), EnvObserved)
 
 
@@ -187,7 +187,7 @@ def test_process_that_cannot_go_on_beside_what_hangs_is_killed(
     with TaskPool(task(folder, limit_s=1.0)) as pool:
         begin(pool, "other")
         pool.submit(score("bad", "hold"))
-        events = {one.request: one for one in gather(pool, 2)}
+        events = {request.request: request for request in gather(pool, 2)}
         assert isinstance(events["bad"], TaskFailed)
         assert isinstance(events["other"], EpisodeLost)
         assert pool.deaths == 1
@@ -201,10 +201,10 @@ def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_pro
         places = set()
         for _ in range(2):
             begin(pool, "a")
-            seen = ask(pool, step("a", ""))
-            assert isinstance(seen, EnvObserved)
-            assert seen.text.startswith("1 ")  # from its beginning
-            places.add(seen.text)
+            observed = ask(pool, step("a", ""))
+            assert isinstance(observed, EnvObserved)
+            assert observed.text.startswith("1 ")  # from its beginning
+            places.add(observed.text)
             lost = ask(pool, step("a", "retry"))
             assert isinstance(lost, EpisodeLost)
             assert lost.message == "Retry: no room"

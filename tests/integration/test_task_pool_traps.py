@@ -90,24 +90,24 @@ def test_what_a_hanging_reward_started_is_killed_with_it(impatient: TaskPool) ->
     impatient.submit(score("a", "orphan"))
     impatient.poll()
     end = time.monotonic() + DEADLINE_S
-    found: list[int] = []
-    while not found and time.monotonic() < end:
-        found = _sleepers(parent)
+    results: list[int] = []
+    while not results and time.monotonic() < end:
+        results = _sleepers(parent)
     (event,) = gather(impatient, 1)
     assert isinstance(event, TaskFailed)
-    assert found
-    assert all(wait_until_gone(pid) for pid in found)
+    assert results
+    assert all(wait_until_gone(pid) for pid in results)
 
 
 def _sleepers(parent: int) -> list[int]:
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and f"1000.{parent}" in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
+                results.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return results
 
 
 def test_processes_that_die_without_answering_end_the_pool_with_the_reason(
@@ -150,13 +150,13 @@ def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:
     chance = random.Random(4)
     texts = ["one"] * 30 + ["raise", "nan", "slow", "die", "print"]
     calls = {f"r{number}": chance.choice(texts) for number in range(400)} | {"hangs": "forever"}
-    left = list(calls)
+    remaining_calls = list(calls)
     events: list[TaskEvent] = []
     with TaskPool(task(folder, processes=3, limit_s=LIMIT_S)) as pool:
         end = time.monotonic() + DEADLINE_S
         while len(events) < len(calls) and time.monotonic() < end:
-            while left and pool.pending < 40:
-                name = left.pop(0)
+            while remaining_calls and pool.pending < 40:
+                name = remaining_calls.pop(0)
                 pool.submit(score(name, calls[name]))
             new = pool.poll(wait_s=0.05)
             events += new
@@ -166,7 +166,7 @@ def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:
                     os.kill(pid, signal.SIGKILL)
             if chance.random() < 0.1 and len(calls) < 440:
                 calls[f"kill{len(calls)}"] = "pid"
-                left.insert(0, f"kill{len(calls) - 1}")
+                remaining_calls.insert(0, f"kill{len(calls) - 1}")
         assert pool.poll() == []
         assert pool.pending == 0
     assert sorted(event.request for event in events) == sorted(calls)

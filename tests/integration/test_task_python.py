@@ -76,12 +76,12 @@ def pool(bare: Path, folder: Path) -> Iterator[TaskPool]:
 
 def test_task_runs_with_the_packages_of_its_own_environment(pool: TaskPool, bare: Path) -> None:
     assert ask(pool, prompt("a")).text == "a game"  # type: ignore[union-attr]
-    seen = ask(pool, EnvStep(request="a", turn=Turn(text="go")))
-    assert isinstance(seen, EnvObserved)
-    assert seen.text == str(bare)
-    others = ask(pool, score("a", "others"))
-    assert isinstance(others, Rewarded)
-    assert others.reward == 0  # of this environment it has nothing
+    observed = ask(pool, EnvStep(request="a", turn=Turn(text="go")))
+    assert isinstance(observed, EnvObserved)
+    assert observed.text == str(bare)
+    rewarded = ask(pool, score("a", "others"))
+    assert isinstance(rewarded, Rewarded)
+    assert rewarded.reward == 0  # of this environment it has nothing
 
 
 def test_task_process_that_dies_is_started_there_again(pool: TaskPool) -> None:
@@ -158,5 +158,5 @@ def test_configuration_names_an_interpreter_next_to_it(bare: Path, folder: Path)
     written = folder / "config.toml"
     written.write_text(head + '[task]\nkind = "mine:Game"\npython = "games/bin/python"\n')
     with TaskPool(load_config(written, ()).task) as pool:
-        seen = [ask(pool, prompt("a")), ask(pool, EnvStep(request="a", turn=Turn(text="go")))]
-        assert [getattr(one, "text", "") for one in seen] == ["a game", str(bare)]
+        observed = [ask(pool, prompt("a")), ask(pool, EnvStep(request="a", turn=Turn(text="go")))]
+        assert [getattr(entry, "text", "") for entry in observed] == ["a game", str(bare)]

@@ -43,9 +43,9 @@ def task(*urls: str, **keys: Any) -> model.Task:
 
 
 def pid_there(pool: TaskPool) -> int:
-    found = ask(pool, score("pid", "pid"))
-    assert isinstance(found, Rewarded)
-    return int(found.reward)
+    rewarded = ask(pool, score("pid", "pid"))
+    assert isinstance(rewarded, Rewarded)
+    return int(rewarded.reward)
 
 
 def until_gone(pool: TaskPool, pid: int) -> None:
@@ -57,9 +57,9 @@ def until_gone(pool: TaskPool, pid: int) -> None:
 
 def check_played(pool: TaskPool, name: str) -> None:
     assert isinstance(ask(pool, prompt(name)), PromptReady)
-    seen = ask(pool, EnvStep(request=name, turn=Turn(text="go")))
-    assert isinstance(seen, EnvObserved)
-    assert seen.text == "go 1"
+    observed = ask(pool, EnvStep(request=name, turn=Turn(text="go")))
+    assert isinstance(observed, EnvObserved)
+    assert observed.text == "go 1"
 
 
 def test_episodes_are_played_at_a_server_and_its_processes_end_with_the_pool(
@@ -84,7 +84,7 @@ def test_process_there_that_dies_loses_its_episodes_which_start_again(server: Se
         pid = pid_there(pool)
         os.kill(pid, signal.SIGKILL)
         lost = pool.poll(DEADLINE_S) or pool.poll(DEADLINE_S)
-        assert [type(one) for one in lost] == [EpisodeLost]
+        assert [type(entry) for entry in lost] == [EpisodeLost]
         assert server.url in lost[0].message  # type: ignore[union-attr]
         check_played(pool, "a")
         assert pid_there(pool) != pid
@@ -130,8 +130,8 @@ def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
-        closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (one, two)]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("", 0)) as two:
+        closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (server, two)]
     with TaskPool(task(*closed)) as pool:
         with pytest.raises(TaskError, match="task server connections ended"):
             pool.wait()
@@ -155,8 +155,8 @@ def test_strangers_that_say_nothing_hold_up_nobody(server: Server) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
     with TaskPool(task(server.url)) as pool:
         check_played(pool, "a")
-    for one in silent:
-        one.close()
+    for entry in silent:
+        entry.close()
 
 
 def test_no_more_processes_than_the_server_allows(folder: Path) -> None:

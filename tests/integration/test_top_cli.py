@@ -81,10 +81,10 @@ def in_terminal(
 
 
 def _read(terminal: int, interrupt_at: str) -> str:
-    found, pressed, until = b"", not interrupt_at, time.monotonic() + LIMIT_S
+    source, pressed, until = b"", not interrupt_at, time.monotonic() + LIMIT_S
     while True:
         left_s = until - time.monotonic()
-        assert left_s > 0, f"not done within {LIMIT_S} s: {found[-2000:]!r}"
+        assert left_s > 0, f"not done within {LIMIT_S} s: {source[-2000:]!r}"
         if not select.select([terminal], [], [], left_s)[0]:
             continue
         try:
@@ -92,22 +92,22 @@ def _read(terminal: int, interrupt_at: str) -> str:
         except OSError:  # What Linux says when the other end is closed.
             piece = b""
         if not piece:
-            return found.decode("utf-8", "replace")
-        found += piece
-        if not pressed and interrupt_at in ESCAPE.sub("", found.decode("utf-8", "replace")):
+            return source.decode("utf-8", "replace")
+        source += piece
+        if not pressed and interrupt_at in ESCAPE.sub("", source.decode("utf-8", "replace")):
             os.write(terminal, b"\x03")
             pressed = True
 
 
 @pytest.fixture
 def open_run(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
-    found = recorded.copy(tmp_path / "recorded")
-    with closing(sqlite3.connect(found.log)) as log, log:
+    result = recorded.copy(tmp_path / "recorded")
+    with closing(sqlite3.connect(result.log)) as log, log:
         last = log.execute(
-            "SELECT max(at) FROM log WHERE topic = ?", (found.topics.decisions,)
+            "SELECT max(at) FROM log WHERE topic = ?", (result.topics.decisions,)
         ).fetchone()
         log.execute("DELETE FROM records WHERE at = ?", last)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
@@ -117,11 +117,11 @@ def test_frame_fits_the_terminal(recorded: RecordedRun, columns: int, rows: int)
     lines = shown.rows
     assert len(lines) <= rows
     assert max(map(cell_len, lines)) <= columns
-    whole = "\n".join(lines)
+    full = "\n".join(lines)
     assert f"over after {STEPS} steps" in lines[0]
-    assert all(title in whole for title in TITLES)
-    assert "staleness (bound 2)" in whole
-    assert "reward" in whole and "tok" in whole
+    assert all(title in full for title in TITLES)
+    assert "staleness (bound 2)" in full
+    assert "reward" in full and "tok" in full
 
 
 def test_large_terminal_shows_what_a_small_one_leaves_out(recorded: RecordedRun) -> None:
@@ -177,9 +177,9 @@ def test_run_that_goes_on_has_a_screen_of_its_own_until_ctrl_c(open_run: Recorde
         interrupt_at="waits",
     )
     assert shown.code == 130
-    entered, left = shown.text.index("\x1b[?1049h"), shown.text.index("\x1b[?1049l")
-    assert "no record since" in shown.text[entered:left]
-    assert "Traceback" not in shown.text[left:]
+    entered, remaining = shown.text.index("\x1b[?1049h"), shown.text.index("\x1b[?1049l")
+    assert "no record since" in shown.text[entered:remaining]
+    assert "Traceback" not in shown.text[remaining:]
 
 
 def test_interval_that_would_burn_a_core_is_refused(recorded: RecordedRun) -> None:

@@ -41,7 +41,7 @@ def _spans(recorded: RecordedRun) -> list[Span]:
 
 
 def _ids(spans: list[Span]) -> list[tuple[str, str, str, int, int]]:
-    return [(one.trace_id, one.span_id, one.stage, one.start_ns, one.end_ns) for one in spans]
+    return [(span.trace_id, span.span_id, span.stage, span.start_ns, span.end_ns) for span in spans]
 
 
 def test_endpoint_receives_every_trained_trajectory_whole(
@@ -56,12 +56,12 @@ def test_endpoint_receives_every_trained_trajectory_whole(
     assert f"{len(spans)} spans" in err
     assert _ids(spans) == _ids(_spans(recorded))
     check_whole(spans)
-    assert {one["dora.run"] for one in resources} == {"recorded"}
-    assert {one["service.name"] for one in resources} == {"dora-pipe"}
+    assert {resource["dora.run"] for resource in resources} == {"recorded"}
+    assert {resource["service.name"] for resource in resources} == {"dora-pipe"}
     with closing(recorded.open()) as bus:
         ledger = build_ledger(bus, recorded.topics)
-    steps = {one.attributes[names.STEP]: one for one in spans if one.stage == "step"}
-    own = {one.attributes[names.TRAJECTORY]: one for one in spans if one.stage == "trajectory"}
+    steps = {span.attributes[names.STEP]: span for span in spans if span.stage == "step"}
+    own = {span.attributes[names.TRAJECTORY]: span for span in spans if span.stage == "trajectory"}
     trained = 0
     for step in ledger.steps.values():
         linked = {link.span_id for link in steps[step.step].links}
@@ -139,18 +139,18 @@ def test_file_holds_the_same_a_request_a_line(
     path = tmp_path / "traces.jsonl"
     code, _, err = call("export", "traces", recorded.directory, path)
     assert code == 0, err
-    found = [
+    lines = [
         span
         for line in path.read_text().splitlines()
         for each in json.loads(line)["resourceSpans"]
         for scope in each["scopeSpans"]
         for span in scope["spans"]
     ]
-    assert [one["spanId"] for one in found] == [one.span_id for one in _spans(recorded)]
+    assert [row["spanId"] for row in lines] == [span.span_id for span in _spans(recorded)]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("t.jsonl", "--follow"), "--follow sends to an address"),
         (("http://", "--follow"), "no address of an OTLP endpoint"),
@@ -158,15 +158,15 @@ def test_file_holds_the_same_a_request_a_line(
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    recorded: RecordedRun, call: Call, words: tuple[str, ...], said: str
+    recorded: RecordedRun, call: Call, words: tuple[str, ...], text: str
 ) -> None:
     code, _, err = call("export", "traces", recorded.directory, *words)
     assert code == 2
-    assert said in err
+    assert text in err
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("expected", "says"),
     [
         (GROUP, ("├─ trajectory", "│  ├─ generated", "└─ trained", "trained at step")),
         (f"{GROUP}-001", ("│  └─ published", f"{GROUP}-001; ", "├─ group_wait")),
@@ -174,21 +174,21 @@ def test_what_cannot_be_meant_is_refused(
     ],
 )
 def test_show_prints_the_tree_from_the_log_alone(
-    recorded: RecordedRun, call: Call, wanted: str, says: tuple[str, ...]
+    recorded: RecordedRun, call: Call, expected: str, says: tuple[str, ...]
 ) -> None:
-    code, out, err = call("show", recorded.directory, wanted, "--all")
+    code, out, err = call("show", recorded.directory, expected, "--all")
     assert code == 0, err
     tree = out.partition("trace\n")[2] or out.partition("\ntrace")[2]
     for words in says:
         assert words in tree, tree
-    assert (f"{GROUP}-000; " in tree) == (wanted == GROUP)
+    assert (f"{GROUP}-000; " in tree) == (expected == GROUP)
 
 
 def test_show_gives_ids_as_json(recorded: RecordedRun, call: Call) -> None:
     code, out, _ = call("show", recorded.directory, GROUP, "--json")
     assert code == 0
     rows = json.loads(out)["trace"]
-    spans = {(one.trace_id, one.span_id): one for one in _spans(recorded)}
+    spans = {(span.trace_id, span.span_id): span for span in _spans(recorded)}
     assert rows[0]["stage"] == "group"
     for row in rows:
         assert spans[row["trace_id"], row["span_id"]].stage == row["stage"]
@@ -214,11 +214,11 @@ def test_follower_of_a_run_sends_what_is_configured(
     monkeypatch.setattr(os, "nice", niceness.append)
     own = recorded.copy(tmp_path / "run")
     with OtlpEndpoint() as endpoint:
-        wanted = [f"telemetry.traces={endpoint.address}"]
-        config = load_config(own.directory / "config.toml", wanted)
+        expected = [f"telemetry.traces={endpoint.address}"]
+        config = load_config(own.directory / "config.toml", expected)
         traces(RunDir(own.directory), config, lambda: False)
         spans = endpoint.spans
-    assert any(one.stage == "group" for one in spans)
-    assert len([one for one in spans if one.stage == "step"]) == STEPS
+    assert any(span.stage == "group" for span in spans)
+    assert len([span for span in spans if span.stage == "step"]) == STEPS
     assert int((own.directory / "traces.sent").read_text()) > 0
     assert niceness == [5]

@@ -33,8 +33,8 @@ def test_tensorboards_own_reader_finds_every_step(
     folder = str(tmp_path / "tb" / "recorded")
     read = accumulator(folder, size_guidance={"scalars": 0})  # all of them
     read.Reload()
-    assert [one.step for one in read.Scalars("train/loss")] == list(range(STEPS))
-    assert {one.step for one in read.Scalars("evaluation/reward")} >= {0, STEPS}
+    assert [Scalar.step for Scalar in read.Scalars("train/loss")] == list(range(STEPS))
+    assert {Scalar.step for Scalar in read.Scalars("evaluation/reward")} >= {0, STEPS}
     assert len(read.Scalars("staleness/groups_0")) > 0
     rows = event_rows(tmp_path / "tb" / "recorded")
     assert err == f"tb/recorded: {len(rows)} rows\n"
@@ -49,11 +49,11 @@ def test_a_second_export_writes_the_same_rows_once(
     words = ("export", "tensorboard", recorded.directory, "tb", *follow)
     folder = tmp_path / "tb" / "recorded"
     assert call(*words)[0] == 0
-    whole = event_rows(folder)
+    rows = event_rows(folder)
     (file,) = folder.glob(EVENTS)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])  # killed
-    assert call(*words)[2] == f"tb/recorded: {len(whole)} rows\n"
-    assert event_rows(folder) == whole
+    assert call(*words)[2] == f"tb/recorded: {len(rows)} rows\n"
+    assert event_rows(folder) == rows
 
 
 def test_wandb_gets_the_same_rows_offline(

@@ -53,12 +53,12 @@ PICTURES: list[tuple[object, ...]] = [
 Shortened = Callable[[MemoryLog, TopicPartition, int], None]
 
 
-def all_gone(log: MemoryLog, at: TopicPartition, end: int) -> None:
-    log.delete_before(at, end)
+def all_gone(log: MemoryLog, partition: TopicPartition, end: int) -> None:
+    log.delete_before(partition, end)
 
 
-def half_gone(log: MemoryLog, at: TopicPartition, end: int) -> None:
-    log.delete_before(at, end // 2)
+def half_gone(log: MemoryLog, partition: TopicPartition, end: int) -> None:
+    log.delete_before(partition, end // 2)
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def trim(
     def shorten() -> MemoryBus:
         with closing(recorded.open()) as bus:
             log = log_in_memory(bus)
-            at = TopicPartition(recorded.topics.metrics, 0)
-            request.param(log, at, bus.end(at))
+            partition = TopicPartition(recorded.topics.metrics, 0)
+            request.param(log, partition, bus.end(partition))
         monkeypatch.setattr(rundir.RunDir, "open_bus", lambda directory, config: MemoryBus(log))
         return MemoryBus(log)
 
@@ -91,21 +91,23 @@ def trim(
 
 
 def filled(command: tuple[object, ...], run: Path, out: Path) -> list[str]:
-    return [str(run) if one == "RUN" else str(one).replace("OUT", str(out)) for one in command]
+    return [
+        str(run) if entry == "RUN" else str(entry).replace("OUT", str(out)) for entry in command
+    ]
 
 
 def test_a_run_is_proved_without_its_statuses_as_with_them(
     call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus], tmp_path: Path
 ) -> None:
     def answers() -> list[tuple[int, str]]:
-        return [call(*filled(one, recorded.directory, tmp_path))[:2] for one in PROOFS]
+        return [call(*filled(entry, recorded.directory, tmp_path))[:2] for entry in PROOFS]
 
-    whole = answers()
-    assert [code for code, _ in whole] == [0] * len(PROOFS)
+    full_answers = answers()
+    assert [code for code, _ in full_answers] == [0] * len(PROOFS)
     with closing(recorded.open()) as bus:
         state = recover(bus, recorded.topics, None).state.digest()
     shortened = trim()
-    assert answers() == whole
+    assert answers() == full_answers
     assert recover(shortened, recorded.topics, None).state.digest() == state
     assert call("replay", recorded.directory, "--from", 0, "--to", STEPS)[0] == 0
 
@@ -127,24 +129,31 @@ def test_topics_say_where_the_statuses_begin(
     call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus]
 ) -> None:
     bus = trim()
-    at = TopicPartition(recorded.topics.metrics, 0)
+    partition = TopicPartition(recorded.topics.metrics, 0)
     code, out, _ = call("log", "topics", recorded.directory, "--json")
     rows: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
-    row = next(one for one in rows if one["topic"] == at.topic)
-    left = len(list(records_of(bus, {at: bus.end(at)})))
-    assert (code, row["begin"], row["end"], row["records"]) == (0, bus.begin(at), bus.end(at), left)
+    row = next(row for row in rows if row["topic"] == partition.topic)
+    remaining = len(list(records_of(bus, {partition: bus.end(partition)})))
+    assert (code, row["begin"], row["end"], row["records"]) == (
+        0,
+        bus.begin(partition),
+        bus.end(partition),
+        remaining,
+    )
     _, out, _ = call("log", "topics", recorded.directory)
-    assert re.search(rf"{re.escape(at.topic)}\s+0\s+{bus.begin(at)}\s+{bus.end(at)}", out)
+    assert re.search(
+        rf"{re.escape(partition.topic)}\s+0\s+{bus.begin(partition)}\s+{bus.end(partition)}", out
+    )
 
 
 def test_those_who_follow_statuses_begin_at_what_is_left(
     recorded: RecordedRun, trim: Callable[[], MemoryBus]
 ) -> None:
     bus = trim()
-    at = TopicPartition(recorded.topics.metrics, 0)
-    left = list(records_of(bus, {at: bus.end(at)}))
-    assert len(read_statuses(bus, recorded.topics)) == len(left)
-    assert bool(read_statuses(bus, recorded.topics, tail=10)) == bool(left)
+    partition = TopicPartition(recorded.topics.metrics, 0)
+    records = list(records_of(bus, {partition: bus.end(partition)}))
+    assert len(read_statuses(bus, recorded.topics)) == len(records)
+    assert bool(read_statuses(bus, recorded.topics, tail=10)) == bool(records)
     assert read_statuses(bus, recorded.topics, tail=10, until_ns=0) == []
     alarms = Alarms(bus, recorded.topics, lease_s=10.0, clock=SystemClock())
     assert alarms.lines() == []
@@ -156,24 +165,26 @@ def test_a_reader_in_the_middle_has_every_workers_whole_progress_soon(
     """From any beginning on, each incarnation's status is whole again after 20 of its own."""
     topics = recorded.topics
     with closing(recorded.open()) as bus:
-        said = [one for one in read_statuses(bus, topics) if isinstance(one, WorkerStatus)]
+        statuses = [
+            status for status in read_statuses(bus, topics) if isinstance(status, WorkerStatus)
+        ]
     wholes = 0
-    for start in range(0, len(said), 37):
+    for start in range(0, len(statuses), 37):
         late: dict[tuple[str, int], WorkerStatus] = {}
-        whole: dict[tuple[str, int], WorkerStatus] = {}
-        seen: dict[tuple[str, int], int] = {}
-        for i, status in enumerate(said):
+        full: dict[tuple[str, int], WorkerStatus] = {}
+        observed: dict[tuple[str, int], int] = {}
+        for i, status in enumerate(statuses):
             who = status.worker, status.incarnation
-            whole[who] = merged(whole.get(who), status)
+            full[who] = merged(full.get(who), status)
             if i < start:
                 continue
             late[who] = merged(late.get(who), status)
-            seen[who] = seen.get(who, 0) + 1
-            assert late[who].progress.items() <= whole[who].progress.items()
-            if seen[who] >= WHOLE_EVERY:
-                assert late[who].progress == whole[who].progress
+            observed[who] = observed.get(who, 0) + 1
+            assert late[who].progress.items() <= full[who].progress.items()
+            if observed[who] >= WHOLE_EVERY:
+                assert late[who].progress == full[who].progress
                 wholes += bool(late[who].progress)
-    assert wholes and any(one.since for one in said)
+    assert wholes and any(status.since for status in statuses)
 
 
 def test_a_summary_says_from_when_on_there_are_statuses(
@@ -183,9 +194,9 @@ def test_a_summary_says_from_when_on_there_are_statuses(
     assert (code, "are deleted" in before) == (0, False)
     bus = trim()
     with closing(read_catalogue(bus, recorded.topics)) as catalogue:
-        found = summarise(bus, recorded.topics, catalogue)
-    assert 0 < found.untold_s <= found.run_s
-    trainer = found.roles[0]
+        summary = summarise(bus, recorded.topics, catalogue)
+    assert 0 < summary.untold_s <= summary.run_s
+    trainer = summary.roles[0]
     assert trainer.waited_s <= trainer.there_s, "no more than the time that statuses tell of"
     _, out, _ = call("why", recorded.directory, "--summary")
     assert "waits of the first" in out and "are deleted" in out

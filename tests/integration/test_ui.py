@@ -35,36 +35,38 @@ LIMIT_BYTES = 10_000_000
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    found = recorded_in(tmp_path_factory.getbasetemp())
-    return found.copy(tmp_path_factory.mktemp("ui") / "recorded")
+    result = recorded_in(tmp_path_factory.getbasetemp())
+    return result.copy(tmp_path_factory.mktemp("ui") / "recorded")
 
 
 @pytest.fixture(scope="module")
 def source(recorded: RecordedRun) -> Iterator[RunSource]:
-    with source_of(recorded, decode=lambda ids: "".join(f"<{one}>" for one in ids)) as found:
-        yield found
+    with source_of(
+        recorded, decode=lambda ids: "".join(f"<{token_id}>" for token_id in ids)
+    ) as source:
+        yield source
 
 
 @pytest.fixture(scope="module")
 def view(source: RunSource) -> Iterator[RunView]:
     """Everything that its log says."""
-    with view_of_log(source) as found:
-        yield found
+    with view_of_log(source) as result:
+        yield result
 
 
 def test_overview_has_every_step_and_every_group(view: RunView) -> None:
-    found = overview(view)
-    assert found["run"]["state"] == "finished"
-    points = found["points"]
+    actual_overview = overview(view)
+    assert actual_overview["run"]["state"] == "finished"
+    points = actual_overview["points"]
     assert points["step"] == list(range(STEPS))
     assert max(points["stale_high"]) <= max(points["bound"])
-    totals = found["totals"]
+    totals = actual_overview["totals"]
     assert sum(totals["outcomes"].values()) + totals["open"] == view.value(
         "select count(*) from groups"
     )
-    assert {row["worker"] for row in found["timeline"]["rows"]} == {"w0", "w1", "w2"}
+    assert {row["worker"] for row in actual_overview["timeline"]["rows"]} == {"w0", "w1", "w2"}
     assert totals["not_counting"] > 0
-    assert len(msgspec.json.encode(found)) < 200_000
+    assert len(msgspec.json.encode(actual_overview)) < 200_000
 
 
 def _group_of_step(view: RunView, step: int) -> str:
@@ -89,7 +91,9 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
 
 def test_words_of_a_tokenizer_stand_apart_as_it_would_write_them() -> None:
     words = {1: "a", 2: "b", 3: ""}
-    texts = token_texts(lambda ids: " ".join(words[one] for one in ids), [1, 2, 2, 3], 1, 4)
+    texts = token_texts(
+        lambda ids: " ".join(words[token_id] for token_id in ids), [1, 2, 2, 3], 1, 4
+    )
     assert texts == [" b", " b", " "]
     halves = {(1,): "\ufffd", (2,): "\ufffd", (1, 2): "é"}
     texts = token_texts(lambda ids: halves.get(tuple(ids), ""), [1, 2], 0, 2)
@@ -100,11 +104,13 @@ def test_tokens_have_what_the_log_has_of_each(view: RunView, source: RunSource) 
     name = f"{_group_of_step(view, 3)}-000"
     record = trajectory_page(view, source, parse_query(f"/trajectory/{name}"))["record"]
     tokens = record["tokens"]
-    assert {len(tokens[one]) for one in ("ids", "text", "mask", "logprob", "sampler")} == {
+    assert {len(tokens[entry]) for entry in ("ids", "text", "mask", "logprob", "sampler")} == {
         tokens["total"]
     }
     assert tokens["text"][0] == f"<{tokens['ids'][0]}>"
-    assert [one is not None for one in tokens["logprob"]] == [bool(one) for one in tokens["mask"]]
+    assert [token is not None for token in tokens["logprob"]] == [
+        bool(token) for token in tokens["mask"]
+    ]
     part = trajectory_page(view, source, parse_query(f"/trajectory/{name}?from=2"))["record"]
     assert part["tokens"]["ids"] == tokens["ids"][2:]
 
@@ -149,8 +155,8 @@ def test_what_is_not_there_is_a_line(
 def test_mismatch_and_excerpts_come_from_contributions_and_records(
     view: RunView, source: RunSource
 ) -> None:
-    found = mismatch(view, source)
-    assert found["looked"] == found["steps"] == STEPS
+    actual_mismatch = mismatch(view, source)
+    assert actual_mismatch["looked"] == actual_mismatch["steps"] == STEPS
     prompt, response = texts(view, source, parse_query("/texts?step=3"))[
         f"{_group_of_step(view, 3)}-000"
     ]
@@ -208,7 +214,7 @@ def test_tables_of_a_finished_run_are_kept_and_opened_without_its_log(
             answers.append(worker.ask(parse_query("/overview")))
             assert path.is_file()
         monkeypatch.setattr("dora_pipe.observe.web.query_worker.LivingCatalogue", None)
-    first, second = ({**one, "run": {**one["run"], "revision": 0}} for one in answers)
+    first, second = ({**answer, "run": {**answer["run"], "revision": 0}} for answer in answers)
     assert first == second
 
 
@@ -236,17 +242,17 @@ def test_file_of_a_redacted_run_holds_no_ids(
     path = tmp_path / "run.html"
     assert call("export", "html", recorded.directory, path, "--redact")[0] == 0
     pages = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
-    told = [one for name, one in pages["pages"].items() if name.startswith("trajectory/")]
-    assert told
-    assert all(one["record"].get("tokens", {}).get("ids") is None for one in told)
+    replies = [page for name, page in pages["pages"].items() if name.startswith("trajectory/")]
+    assert replies
+    assert all(row["record"].get("tokens", {}).get("ids") is None for row in replies)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("nothing",), "no run"), (("--port", "99999"), "--port")]
+    ("words", "text"), [(("nothing",), "no run"), (("--port", "99999"), "--port")]
 )
 def test_what_cannot_be_shown_is_one_line(
-    call: Call, recorded: RecordedRun, words: tuple[str, ...], said: str
+    call: Call, recorded: RecordedRun, words: tuple[str, ...], text: str
 ) -> None:
     run = [] if words == ("nothing",) else [recorded.directory]
     code, _, err = call("ui", *run, *words)
-    assert (code, said in err) == (2, True), err
+    assert (code, text in err) == (2, True), err

@@ -74,8 +74,8 @@ def test_a_stage_that_does_nothing_is_said_when_a_run_is_made_and_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made("trainer.zero_stage=3")
-    said = capsys.readouterr().err
-    assert "trainer.zero_stage = 3 does nothing with trainer.kind = 'torch'" in said
+    err = capsys.readouterr().err
+    assert "trainer.zero_stage = 3 does nothing with trainer.kind = 'torch'" in err
     resumed("tiny", "trainer.zero_stage=3")
     assert "zero_stage" not in capsys.readouterr().err
     made("run.name=other")

@@ -27,13 +27,13 @@ def recorded(request: pytest.FixtureRequest) -> list[tuple[Trajectory, list[int]
     for ordinal in range(4):
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
-    found: list[tuple[Trajectory, list[int], list[int]]] = []
+    results: list[tuple[Trajectory, list[int], list[int]]] = []
     for logged in stage.world.facts(TrajectoryLogged):
         heard = told(worker, f"{logged.trajectory}/1")
-        prompts, answers = ([len(one[part]) for one in heard] for part in (0, 1))
-        found.append((stage.world.trajectory(logged), prompts, answers))
-    assert any(one.meta.contexts for one, *_ in found)
-    return found
+        prompts, answers = ([len(call[part]) for call in heard] for part in (0, 1))
+        results.append((stage.world.trajectory(logged), prompts, answers))
+    assert any(trajectory.meta.contexts for trajectory, *_ in results)
+    return results
 
 
 def test_calls_have_the_prompts_and_answers_that_agents_were_told(
@@ -41,9 +41,9 @@ def test_calls_have_the_prompts_and_answers_that_agents_were_told(
 ) -> None:
     for trajectory, prompts, answers in recorded:
         rows = list(call_rows(trajectory))
-        assert sorted(one.prompt_tokens for one in rows) == sorted(prompts)
-        assert sorted(one.tokens for one in rows) == sorted(answers)
-        assert all(one.idle_ns >= 0 and one.answered_ns >= one.asked_ns for one in rows)
+        assert sorted(row.prompt_tokens for row in rows) == sorted(prompts)
+        assert sorted(row.tokens for row in rows) == sorted(answers)
+        assert all(row.idle_ns >= 0 and row.answered_ns >= row.asked_ns for row in rows)
 
 
 def test_every_call_stands_with_a_turn_of_the_context_that_it_names(
@@ -51,11 +51,13 @@ def test_every_call_stands_with_a_turn_of_the_context_that_it_names(
 ) -> None:
     for trajectory, *_ in recorded:
         contexts = {
-            one.start: number for number, one in _by_context(trajectory) if one.kind == "model"
+            segment.start: number
+            for number, segment in _by_context(trajectory)
+            if segment.kind == "model"
         }
         rows = zip(trajectory.meta.calls, call_rows(trajectory), strict=True)
         assert all(contexts[call.start] == row.context for call, row in rows)
-        assert content_of(trajectory).called == tuple(one.start for one in trajectory.meta.calls)
+        assert content_of(trajectory).called == tuple(call.start for call in trajectory.meta.calls)
 
 
 def test_the_tree_has_every_token_once_and_every_shared_one_where_it_stands(
@@ -74,29 +76,33 @@ def test_the_tree_has_every_token_once_and_every_shared_one_where_it_stands(
 
 
 def test_what_an_agent_gave_back_is_told_where_it_gave_something() -> None:
-    told = {"rewarded by": "its agent", "agent's answer": "42"}
-    assert _given_by_agent(AGENTS_TRAJECTORY.meta) == told
+    replies = {"rewarded by": "its agent", "agent's answer": "42"}
+    assert _given_by_agent(AGENTS_TRAJECTORY.meta) == replies
     assert _given_by_agent(BRANCHED_TRAJECTORY.meta) == {}
 
 
 def test_statuses_name_agents_that_think_and_the_oldest_calls_that_wait() -> None:
-    stage = Stage(turns(*([one, one + 1] for one in range(5))), think=40, lengths=lambda *_: 60)
+    stage = Stage(
+        turns(*([index, index + 1] for index in range(5))), think=40, lengths=lambda *_: 60
+    )
     worker = stage.worker(slots=1, heartbeat_ns=TICK_NS, quiet_ns=TICK_NS)
     for ordinal in range(3):
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
     statuses = stage.world.statuses()
-    assert max(one.with_agent for one in statuses) == 3
-    waiting = [one for one in statuses if one.calls_open > one.active == 1]
+    assert max(status.with_agent for status in statuses) == 3
+    waiting = [status for status in statuses if status.calls_open > status.active == 1]
     assert waiting
-    for one in waiting:
-        assert len(one.calls_oldest) == one.calls_open
-        assert one.call_since_ns == one.calls_oldest[0].since_ns
-        assert {"tokens", "slots"} >= {call.waits_for for call in one.calls_oldest} - {
+    for status in waiting:
+        assert len(status.calls_oldest) == status.calls_open
+        assert status.call_since_ns == status.calls_oldest[0].since_ns
+        assert {"tokens", "slots"} >= {call.waits_for for call in status.calls_oldest} - {
             "calls to be durable"
         }
-        slots = [call.waits_for == "slots" for call in one.calls_oldest]
-        assert [place >= 0 for place in one.calls_before] == (slots if any(slots) else [])
-        assert sorted(place for place in one.calls_before if place >= 0) == [*range(sum(slots))]
-    assert max(max(one.calls_before, default=-1) for one in waiting) == 1
+        slots = [call.waits_for == "slots" for call in status.calls_oldest]
+        assert [location >= 0 for location in status.calls_before] == (slots if any(slots) else [])
+        assert sorted(location for location in status.calls_before if location >= 0) == [
+            *range(sum(slots))
+        ]
+    assert max(max(status.calls_before, default=-1) for status in waiting) == 1
     assert statuses[-1].calls_open == statuses[-1].with_agent == 0

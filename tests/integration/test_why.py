@@ -23,8 +23,8 @@ SECOND_TICKS = 1_000_000_000 // TICK_NS
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, make_config(), on_disk=False) as made:
-        yield made
+    with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
+        yield cluster
 
 
 def now(cluster: Cluster) -> WhyAnswer:
@@ -32,8 +32,8 @@ def now(cluster: Cluster) -> WhyAnswer:
 
 
 def role(answer: WhyAnswer, name: str) -> RoleAnswer:
-    (found,) = [one for one in answer.roles if one.role == name]
-    return found
+    (role,) = [role for role in answer.roles if role.role == name]
+    return role
 
 
 def test_run_that_has_not_started_has_an_answer(cluster: Cluster) -> None:
@@ -105,7 +105,7 @@ def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> 
     assert role(answer, "w1").text == "fenced: nothing heard for a lease"
     trainer = role(answer, "trainer")
     assert trainer.wait == "silent" and set(trainer.alarms) <= set(answer.alarms)
-    assert [one[:29] for one in trainer.alarms] == ["ALARM trainer: nothing heard "]
+    assert [alarm[:29] for alarm in trainer.alarms] == ["ALARM trainer: nothing heard "]
     orchestrator = role(answer, "orchestrator")
     assert orchestrator.text.startswith("waiting for the trainer: step 2")
     assert orchestrator.chain == (trainer.line,)
@@ -132,15 +132,15 @@ def test_past_is_explained_as_it_was_then(cluster: Cluster) -> None:
     cluster.kill("trainer")
     cluster.ticks(SECOND_TICKS)
     then_ns = cluster.clock.wall_ns()
-    said = now(cluster)
+    text = now(cluster)
     cluster.start("trainer")
     cluster.run()
     assert now(cluster).over
     again = why_at(cluster.bus, cluster.topics, at_ns=then_ns - 1)
-    assert (again.step, again.training, again.over) == (said.step, said.training, False)
+    assert (again.step, again.training, again.over) == (text.step, text.training, False)
     for name in ("trainer", "orchestrator"):
-        assert role(again, name).line == role(said, name).line
-    assert role(again, "orchestrator").chain == (role(said, "trainer").line,)
+        assert role(again, name).line == role(text, name).line
+    assert role(again, "orchestrator").chain == (role(text, "trainer").line,)
 
 
 def test_step_is_explained_at_the_moment_before_its_batch_was_taken(cluster: Cluster) -> None:
@@ -159,4 +159,4 @@ def test_run_that_is_over_waits_for_nothing(cluster: Cluster) -> None:
     answer = now(cluster)
     assert answer.over and answer.alarms == ()
     assert answer.head == "small: finished, 8 steps"
-    assert {one.text for one in answer.roles} == {"run finished"}
+    assert {role.text for role in answer.roles} == {"run finished"}

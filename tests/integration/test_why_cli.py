@@ -31,9 +31,9 @@ def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> Non
 
 def test_summary_as_json_has_the_same_figures(call: Call, recorded: RecordedRun) -> None:
     code, out, _ = call("why", str(recorded.directory), "--summary", "--json")
-    found = json.loads(out)
-    assert (code, found["run"], found["steps"], found["over"]) == (0, "recorded", STEPS, True)
-    trainer = found["roles"][0]
+    result = json.loads(out)
+    assert (code, result["run"], result["steps"], result["over"]) == (0, "recorded", STEPS, True)
+    trainer = result["roles"][0]
     assert trainer["role"] == "trainer"
     assert trainer["waited_s"] == pytest.approx(sum(seconds for _, seconds in trainer["waits"]))
 
@@ -47,9 +47,9 @@ def test_step_is_explained_by_the_moment_before_it(call: Call, recorded: Recorde
     assert columns.split("  ")[0] == "role" and columns.rstrip().endswith("action")
     assert re.search(r"^trainer +waiting for batch of step 0", out, re.MULTILINE)
     _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
-    found = json.loads(out)
-    assert found["waits_of_step"]["step"] == 0
-    assert found["roles"][0]["chain"]
+    result = json.loads(out)
+    assert result["waits_of_step"]["step"] == 0
+    assert result["roles"][0]["chain"]
 
 
 @pytest.mark.parametrize("form", ["seconds", "iso"])
@@ -59,22 +59,22 @@ def test_moment_is_seconds_after_the_start_or_a_date(
     _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
     moment: Any = json.loads(out)
     # 10**18 ns is 2001-09-09T01:46:40Z: the virtual clock of these runs starts there.
-    at = str(moment["run_s"]) if form == "seconds" else "2001-09-09T01:46:40.100+00:00"
-    code, out, err = call("why", str(recorded.directory), "--at", at)
+    position = str(moment["run_s"]) if form == "seconds" else "2001-09-09T01:46:40.100+00:00"
+    code, out, err = call("why", str(recorded.directory), "--at", position)
     assert code == 0, err
     assert out.startswith(f"recorded: step 0 of {STEPS} ")
 
 
 def test_what_cannot_be_asked_is_one_line(call: Call, recorded: RecordedRun) -> None:
     run = str(recorded.directory)
-    for words, said in (
+    for words, text in (
         (("--at", "yesterday"), "not a point in time: 'yesterday'"),
         (("--step", "99"), "the batch of step 99 has not been taken"),
         (("--step", "1", "--summary"), "exclude each other"),
     ):
         code, out, err = call("why", run, *words)
         assert (code, out) == (2, "")
-        assert err.startswith("error: ") and said in err
+        assert err.startswith("error: ") and text in err
 
 
 def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(

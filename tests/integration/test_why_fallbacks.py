@@ -69,10 +69,10 @@ def cluster(
     class Made(TwoMachines):
         case = request.param
 
-    with Made(directory, config) as made:
+    with Made(directory, config) as created:
         (directory / "config.toml").write_text(dump_toml(config))
-        made.run()
-        yield made
+        created.run()
+        yield created
 
 
 def test_a_delta_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken(
@@ -109,8 +109,10 @@ def test_json_sql_and_audit_have_it_too(call: Call, cluster: TwoMachines) -> Non
 def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_next_commit(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def own(made: Cluster, worker: str) -> PolicyStore:  # It remembers what was wrong with files.
-        return PolicyStore(made.store.root, clock=made.clock)
+    def own(
+        cluster: Cluster, worker: str
+    ) -> PolicyStore:  # It remembers what was wrong with files.
+        return PolicyStore(cluster.store.root, clock=cluster.clock)
 
     monkeypatch.setattr(Cluster, "store_of", own)
     config = make_config(
@@ -120,12 +122,12 @@ def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_nex
         (cluster.directory / "config.toml").write_text(dump_toml(config))
         cluster.until(lambda: cluster.version >= 3)
         digest = digests_of(cluster)[3]
-        whole = cluster.store.root / weights_name(digest)
-        whole.write_bytes(whole.read_bytes()[:-1] + b"?")
+        path = cluster.store.root / weights_name(digest)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
         cluster.restart(TRAINER)
         cluster.run()
         code, out, err = call("why", str(cluster.directory))
         assert code == 0, err
         (line,) = re.findall(r"^trainer took .*$", out, re.MULTILINE)
         assert line.startswith(f"trainer took version 3 from deltas ({delta_name(digest)}, ")
-        assert line.endswith(f"{whole} does not match its name")
+        assert line.endswith(f"{path} does not match its name")

@@ -47,20 +47,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as delta:
         delta.setattr("dora_pipe.config.model.ALARM_S", 1.0)
         delta.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
-        made = Cluster(directory, config, on_disk=False)
-    with made:
-        requests = made.roles["w1"].machine.requests
-        made.until(lambda: made.version == 2 and requests.in_phase(Phase.RUNNING) > 1)
-        made.roles["w1"].frozen = True
-        made.ticks(3 * SECOND_TICKS)
-        made.roles["w1"].frozen = False
-        made.run()
-        yield made
+        cluster = Cluster(directory, config, on_disk=False)
+    with cluster:
+        requests = cluster.roles["w1"].machine.requests
+        cluster.until(lambda: cluster.version == 2 and requests.in_phase(Phase.RUNNING) > 1)
+        cluster.roles["w1"].frozen = True
+        cluster.ticks(3 * SECOND_TICKS)
+        cluster.roles["w1"].frozen = False
+        cluster.run()
+        yield cluster
 
 
-def role(found: tuple[RoleWaits, ...], name: str) -> RoleWaits:
-    (one,) = [one for one in found if one.role == name]
-    return one
+def role(waits: tuple[RoleWaits, ...], name: str) -> RoleWaits:
+    (wait,) = [wait for wait in waits if wait.role == name]
+    return wait
 
 
 def summary_of(bus: Bus, topics: Topics) -> Summary:
@@ -75,7 +75,7 @@ def waits_in(bus: Bus, topics: Topics) -> list[StepWait]:
 
 def test_every_step_is_accounted_for_from_commit_to_commit(cluster: Cluster) -> None:
     waits = waits_in(cluster.bus, cluster.topics)
-    assert [one.step for one in waits] == list(range(8))
+    assert [wait.step for wait in waits] == list(range(8))
     for before, after in pairwise(waits):
         assert before.committed_ns is not None
         assert before.free_ns <= before.taken_ns <= before.committed_ns == after.free_ns
@@ -83,14 +83,14 @@ def test_every_step_is_accounted_for_from_commit_to_commit(cluster: Cluster) -> 
 
 def test_pieces_of_a_wait_add_up_to_it(cluster: Cluster) -> None:
     for wait in waits_in(cluster.bus, cluster.topics):
-        assert sum(one.seconds for one in wait.pieces) == pytest.approx(wait.waited_s)
-        assert all(one.seconds > 0 and one.version >= 0 for one in wait.pieces)
+        assert sum(piece.seconds for piece in wait.pieces) == pytest.approx(wait.waited_s)
+        assert all(piece.seconds > 0 and piece.version >= 0 for piece in wait.pieces)
 
 
 def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
     (longest, *_) = summary_of(cluster.bus, cluster.topics).longest
     assert longest.waited_s > 1.2
-    lost = {one.kind: one for one in longest.pieces}["lost"]
+    lost = {piece.kind: piece for piece in longest.pieces}["lost"]
     assert (lost.worker, lost.version) == ("w1", longest.version)
     assert lost.seconds > 1
     assert f"attempt lost on w1 (version {lost.version}) " in longest.text()
@@ -99,11 +99,11 @@ def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
 def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None:
     summary = summary_of(cluster.bus, cluster.topics)
     assert (summary.steps, summary.over) == (8, True)
-    assert [one.role for one in summary.roles] == ["trainer", "orchestrator", "w0", "w1", "w2"]
-    for one in summary.roles:
-        assert 0 <= one.waited_s <= one.there_s * 1.02
-        assert [seconds for _, seconds in one.waits] == sorted(
-            (seconds for _, seconds in one.waits), reverse=True
+    assert [role.role for role in summary.roles] == ["trainer", "orchestrator", "w0", "w1", "w2"]
+    for entry in summary.roles:
+        assert 0 <= entry.waited_s <= entry.there_s * 1.02
+        assert [seconds for _, seconds in entry.waits] == sorted(
+            (seconds for _, seconds in entry.waits), reverse=True
         )
     trainer = role(summary.roles, "trainer")
     assert trainer.waits[0][0].startswith("attempt lost on ")
@@ -129,11 +129,11 @@ def test_every_wait_that_has_a_name_has_advice_and_none_else() -> None:
 
 def test_alarms_of_the_past_are_said_with_their_full_length(cluster: Cluster) -> None:
     alarms = summary_of(cluster.bus, cluster.topics).alarms
-    (trainer,) = [one for one in alarms if one.startswith("ALARM trainer: ")]
+    (trainer,) = [alarm for alarm in alarms if alarm.startswith("ALARM trainer: ")]
     assert "for batch of step" in trainer and "(limit 1 s)" in trainer
     seconds = float(trainer.partition("waiting ")[2].partition(" s")[0])
     assert 1 < seconds < 3
-    assert any(one.startswith("ALARM orchestrator: ") and "group" in one for one in alarms)
+    assert any(alarm.startswith("ALARM orchestrator: ") and "group" in alarm for alarm in alarms)
 
 
 def test_batch_that_was_taken_before_there_was_a_trainer_kept_nobody_waiting() -> None:
@@ -193,11 +193,11 @@ def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -
     bus, topics = MemoryBus(MemoryLog()), Topics("r")
     bus.create([TopicSpec(name=name) for name in topics.all()])
     wait = Wait(name="reward", description="rewards (1)", since_ns=0, blocking=True)
-    said = [status(0, (wait,)), status(2 * SECOND_NS, ())]
-    appends = [Append(topic=topics.metrics, key=b"w0", value=encode(one)) for one in said]
+    texts = [status(0, (wait,)), status(2 * SECOND_NS, ())]
+    appends = [Append(topic=topics.metrics, key=b"w0", value=encode(text)) for text in texts]
     bus.writer().append(appends)
-    (found,) = [one for one in summary_of(bus, topics).roles if one.role == "w0"]
-    assert found.waits == (("rewards", 1.75),), "to half a heartbeat of 0.5 s"
+    (role,) = [role for role in summary_of(bus, topics).roles if role.role == "w0"]
+    assert role.waits == (("rewards", 1.75),), "to half a heartbeat of 0.5 s"
 
 
 def status(at_ns: int, waits: tuple[Wait, ...]) -> WorkerStatus:

@@ -51,15 +51,15 @@ class Course:
 
     def _place(self, ordinal: int) -> None:
         attempt = 1 + sum(key[0].startswith(f"g{ordinal:010d}") for key in self.placed)
-        place = self.world.place(self.worker, ordinal, version=self.target, attempt=attempt)
-        self.placed[place.trajectory, attempt] = place
-        self.world.decide(place)
+        request = self.world.place(self.worker, ordinal, version=self.target, attempt=attempt)
+        self.placed[request.trajectory, attempt] = request
+        self.world.decide(request)
 
     def _cancel(self, ordinal: int) -> None:
-        for key, place in self.placed.items():
-            if place.spec.ordinal == ordinal:
+        for key, request in self.placed.items():
+            if request.spec.ordinal == ordinal:
                 self.cancelled.add(key)
-                self.world.decide(self.world.cancel(place))
+                self.world.decide(self.world.cancel(request))
 
     def _assign(self, version: int) -> None:
         self.target = version
@@ -92,17 +92,20 @@ def test_every_placement_ends_once_in_any_course_of_events(
     world = course.world
     logged = world.facts(TrajectoryLogged)
     failed = world.facts(RequestFailed)
-    ends = Counter((one.trajectory, one.attempt) for one in logged)
-    ends.update((one.trajectory, one.attempt) for one in failed)
+    ends = Counter((fact.trajectory, fact.attempt) for fact in logged)
+    ends.update((entry.trajectory, entry.attempt) for entry in failed)
     assert max(ends.values(), default=1) == 1
     assert set(ends) | course.cancelled >= set(course.placed)
     assert set(ends) <= set(course.placed)
-    for one in logged:
-        place = course.placed[one.trajectory, one.attempt]
-        assert (one.version, one.digest) == (place.spec.version, digest_of(place.spec.version))
-        trajectory = world.trajectory(one)
+    for fact in logged:
+        request = course.placed[fact.trajectory, fact.attempt]
+        assert (fact.version, fact.digest) == (
+            request.spec.version,
+            digest_of(request.spec.version),
+        )
+        trajectory = world.trajectory(fact)
         versions = {segment.version for segment in trajectory.segments if segment.kind == "model"}
-        assert versions == {one.version}
+        assert versions == {fact.version}
     worker = course.worker
     assert worker.machine.served.version == course.target
     assert world.facts(WorkerReady)[-1].version == course.target

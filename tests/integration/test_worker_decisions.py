@@ -19,7 +19,7 @@ def test_target_is_loaded_only_when_requests_of_the_served_version_are_done() ->
     world.ticks(worker, 5)
     world.decide(world.assign(worker, 1), world.place(worker, 2, version=1))
     world.until_idle(worker)
-    logged = {one.trajectory: one.version for one in world.facts(TrajectoryLogged)}
+    logged = {fact.trajectory: fact.version for fact in world.facts(TrajectoryLogged)}
     assert logged == {"g0000000000-000": 0, "g0000000001-000": 0, "g0000000002-000": 1}
     assert [ready.version for ready in world.facts(WorkerReady)] == [0, 1]
     assert world.trajectories()["g0000000002-000"].digest == digest_of(1)
@@ -42,40 +42,40 @@ def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     tasks = InlineTasks(held={PromptCall} if phase is Phase.PROMPTING else set())
     worker = world.start(slots=1, tasks=tasks)
     places = [world.place(worker, ordinal) for ordinal in range(3)]
-    wanted = places[2] if phase is Phase.WAITING else places[0]
+    expected = places[2] if phase is Phase.WAITING else places[0]
     world.decide(*places)
     world.ticks(worker, 6)
-    assert worker.machine.requests.by_key[f"{wanted.trajectory}/1"].phase is phase
-    world.decide(world.cancel(wanted))
+    assert worker.machine.requests.by_key[f"{expected.trajectory}/1"].phase is phase
+    world.decide(world.cancel(expected))
     world.ticks(worker, 4)
     tasks.held.clear()
     world.until_idle(worker)
-    logged = [one.trajectory for one in world.facts(TrajectoryLogged)]
-    assert logged == [place.trajectory for place in places if place is not wanted]
+    logged = [fact.trajectory for fact in world.facts(TrajectoryLogged)]
+    assert logged == [request.trajectory for request in places if request is not expected]
     assert world.facts(RequestFailed) == []
 
 
 def test_cancelled_request_that_has_its_reward_is_logged() -> None:
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start()
-    place = world.place(worker, 0)
-    world.decide(place)
+    request = world.place(worker, 0)
+    world.decide(request)
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) == 1)
-    world.decide(world.cancel(place))
+    world.decide(world.cancel(request))
     world.until_idle(worker)
-    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [place.trajectory]
+    assert [fact.trajectory for fact in world.facts(TrajectoryLogged)] == [request.trajectory]
 
 
 def test_cancelled_request_waits_for_no_reward_that_may_never_come() -> None:
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start(tasks=InlineTasks(held={RewardCall}))
-    place = world.place(worker, 0)
-    world.decide(place)
+    request = world.place(worker, 0)
+    world.decide(request)
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
-    world.decide(world.cancel(place))
+    world.decide(world.cancel(request))
     world.until_idle(worker)
     assert world.facts(TrajectoryLogged) == []
-    assert worker.tasks.forgotten == [f"{place.trajectory}/1"]
+    assert worker.tasks.forgotten == [f"{request.trajectory}/1"]
 
 
 def test_placement_with_another_data_set_is_refused_for_good() -> None:
@@ -118,7 +118,7 @@ def test_more_requests_than_a_worker_can_hold_are_refused() -> None:
     most = worker.setup.requests_max
     world.decide(*(world.place(worker, ordinal) for ordinal in range(most + 1)))
     world.ticks(worker, 3)
-    assert [one.error for one in world.facts(RequestFailed)] == ["TooMany"]
+    assert [fact.error for fact in world.facts(RequestFailed)] == ["TooMany"]
     assert len(worker.machine.requests.by_key) == most == 16
 
 

@@ -66,9 +66,9 @@ class Stage:
         )
         self.workers.append(worker)
         self.attempt += 1
-        place = self.world.place(worker, 0, attempt=self.attempt, resume=self.resume, kv=self.kv)
+        request = self.world.place(worker, 0, attempt=self.attempt, resume=self.resume, kv=self.kv)
         self.kv = None
-        self.world.decide(place)
+        self.world.decide(request)
         return worker
 
     @property
@@ -91,19 +91,19 @@ class Stage:
         self.resume = worker.machine.requests.progress().get(NAME, self.resume)
 
     def move(self, worker: Worker) -> None:
-        known = len(self.world.facts(RequestReleased))
-        place = self.world.place(worker, 0, attempt=self.attempt)
-        self.world.decide(self.world.move(place, worker))
+        known_before = len(self.world.facts(RequestReleased))
+        request = self.world.place(worker, 0, attempt=self.attempt)
+        self.world.decide(self.world.move(request, worker))
         self.world.ticks(worker, 12)
-        released = self.world.facts(RequestReleased)[known:]
-        for one in released:
-            self.resume, self.kv = one.resume or self.resume, one.kv
+        released = self.world.facts(RequestReleased)[known_before:]
+        for release in released:
+            self.resume, self.kv = release.resume or self.resume, release.kv
         self.kill(worker)
 
     def stop(self, worker: Worker) -> None:
         self.world.stop(worker)
-        left = self.world.facts(WorkerLeft)[-1]
-        self.resume = left.progress.get(NAME, self.resume)
+        remaining = self.world.facts(WorkerLeft)[-1]
+        self.resume = remaining.progress.get(NAME, self.resume)
 
     def lose(self, worker: Worker) -> None:
         """Its task process dies."""
@@ -136,25 +136,25 @@ def check(stage: Stage, trajectory: Trajectory) -> None:
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
-    for one in trajectory.segments:
-        said = (one.kind, one.turn, one.end, one.tool, one.ok)
-        if found and found[-1][:2] == said[:2] and one.kind == "model":
-            found.pop()
-        found.append(said)
-    return found
+    results: list[tuple[Any, ...]] = []
+    for segment in trajectory.segments:
+        texts = (segment.kind, segment.turn, segment.end, segment.tool, segment.ok)
+        if results and results[-1][:2] == texts[:2] and segment.kind == "model":
+            results.pop()
+        results.append(texts)
+    return results
 
 
 def check_events(stage: Stage, trajectory: Trajectory) -> None:
-    ids, found = list(trajectory.token_ids), set[int]()
+    ids, result = list(trajectory.token_ids), set[int]()
     for engine in stage.engines:
         for before, sampled in engine.stays:
             start = len(before)
             if before == ids[:start]:
                 pairs = zip(ids[start:], sampled, strict=False)
                 same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-                found.update(range(start, start + len(list(same))))
-    assert {at for at, one in enumerate(trajectory.loss_mask) if one} <= found
+                result.update(range(start, start + len(list(same))))
+    assert {index for index, bit in enumerate(trajectory.loss_mask) if bit} <= result
 
 
 # What ends a worker, at each place of an episode
@@ -189,9 +189,9 @@ def test_environment_that_is_not_what_it_says_is_named_and_its_episode_not_gone_
     stage.kill(worker)
     other = stage.worker()
     stage.world.until(other, lambda: bool(stage.world.facts(RequestFailed)))
-    (gone,) = stage.world.facts(RequestFailed)
-    assert (gone.error, gone.retryable) == ("ReplayDiffers", True)
-    assert gone.message.startswith("the answer to turn ")
+    (fact,) = stage.world.facts(RequestFailed)
+    assert (fact.error, fact.retryable) == ("ReplayDiffers", True)
+    assert fact.message.startswith("the answer to turn ")
     assert not other.machine.requests.by_key
 
 
@@ -203,8 +203,8 @@ def test_episode_that_is_lost_too_often_is_handed_back() -> None:
         stage.until(worker, Phase.ENVIRONMENT, ANY)
         stage.lose(worker)
         stage.world.ticks(worker, 2)
-    (gone,) = stage.world.facts(RequestFailed)
-    assert (gone.error, gone.retryable) == ("EpisodeLost", True)
+    (fact,) = stage.world.facts(RequestFailed)
+    assert (fact.error, fact.retryable) == ("EpisodeLost", True)
 
 
 BLOWS = st.tuples(st.sampled_from(["kill", "move", "stop", "lose", "hold"]), st.integers(1, 25))
@@ -229,5 +229,5 @@ def test_whatever_happens_at_any_moment_the_record_is_that_of_an_undisturbed_run
             worker = stage.worker()
     worker.tasks.held.clear()
     check(stage, stage.finish(worker))
-    assert all(one.counts["progress unusable"] == 0 for one in stage.workers)
+    assert all(worker.counts["progress unusable"] == 0 for worker in stage.workers)
     assert stage.world.facts(RequestFailed) == []

@@ -17,17 +17,17 @@ from tests.support.worker import TOPICS, World, digest_of
 def test_request_lives_from_placement_to_a_fact_that_points_at_its_record() -> None:
     world = World()
     worker = world.start()
-    place = world.place(worker, 3, 5)
-    world.decide(place)
+    request = world.place(worker, 3, 5)
+    world.decide(request)
     world.until_idle(worker)
     (logged,) = world.facts(TrajectoryLogged)
     trajectory = world.trajectory(logged)
     assert (logged.trajectory, logged.attempt, logged.finish) == ("g0000000003-005", 1, "stop")
-    assert (logged.reward, logged.valid, logged.partition) == (1.0, True, place.spec.partition)
+    assert (logged.reward, logged.valid, logged.partition) == (1.0, True, request.spec.partition)
     assert (logged.version, logged.digest) == (0, digest_of(0))
     assert logged.tokens == trajectory.sampled > 0
     assert list(trajectory.token_ids[:3]) == [5, 6, 7]
-    assert trajectory.meta.seed == trajectory_seed(place.spec.seed, 5)
+    assert trajectory.meta.seed == trajectory_seed(request.spec.seed, 5)
     assert trajectory.meta.prefills == (3,)
     assert [segment.kind for segment in trajectory.segments] == ["prompt", "model"]
     assert trajectory.segments[1].incarnation == worker.setup.incarnation
@@ -102,7 +102,7 @@ def test_reward_under_way_does_not_hold_a_slot() -> None:
     worker = world.start(slots=1, tasks=tasks)
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 2)
-    assert [one.words for one in worker.machine.waits(0)] == ["rewards (2)"]
+    assert [wait.words for wait in worker.machine.waits(0)] == ["rewards (2)"]
     tasks.held.clear()
     world.until_idle(worker)
     assert len(world.facts(TrajectoryLogged)) == 2

@@ -39,23 +39,25 @@ def running(
     world: World, tokens: int, *, worker: str = "a", **changes: int
 ) -> tuple[Worker, ScheduledRequest]:
     source = world.start(worker=worker, max_tokens=1000, **changes)
-    place = world.place(source, 0)
-    world.decide(place)
+    request = world.place(source, 0)
+    world.decide(request)
     world.until(source, lambda: source.engine.kv_used_tokens == 3 + tokens)
-    return source, place
+    return source, request
 
 
-def let_go(world: World, source: Worker, place: ScheduledRequest, to: Worker) -> RequestReleased:
-    world.decide(world.move(place, to))
+def let_go(world: World, source: Worker, request: ScheduledRequest, to: Worker) -> RequestReleased:
+    world.decide(world.move(request, to))
     before = len(world.facts(RequestReleased))
     world.until(source, lambda: len(world.facts(RequestReleased)) > before)
     return world.facts(RequestReleased)[-1]
 
 
 def taken_up(world: World, to: Worker, released: RequestReleased) -> ScheduledRequest:
-    place = world.place(to, 0, attempt=released.attempt + 1, resume=released.resume, kv=released.kv)
-    world.decide(place)
-    return place
+    request = world.place(
+        to, 0, attempt=released.attempt + 1, resume=released.resume, kv=released.kv
+    )
+    world.decide(request)
+    return request
 
 
 Make = Callable[[Path], Handover]
@@ -72,9 +74,9 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     where: str, tokens: int, tmp_path: Path
 ) -> None:
     world = World(lengths=lambda seed, turn: LENGTH, handover=PLACES[where](tmp_path))
-    source, place = running(world, tokens)
+    source, request = running(world, tokens)
     target = world.start(worker="b", max_tokens=1000)
-    released = let_go(world, source, place, target)
+    released = let_go(world, source, request, target)
     assert released.resume is not None and released.resume.tokens >= tokens
     assert (released.kv is None) == (where == "nowhere")
     assert source.engine.active == 0 and not source.machine.requests.by_key
@@ -84,8 +86,8 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     (logged,) = world.facts(TrajectoryLogged)
     trajectory = world.trajectory(logged)
     assert list(trajectory.token_ids) == alone()
-    model = [one for one in trajectory.segments if one.kind == "model"]
-    assert [(one.worker, one.end) for one in model] == [
+    model = [segment for segment in trajectory.segments if segment.kind == "model"]
+    assert [(entry.worker, entry.end) for entry in model] == [
         ("a", 3 + released.resume.tokens),
         ("b", 3 + LENGTH),
     ]
@@ -101,7 +103,7 @@ def test_moved_request_has_the_tokens_it_would_have_had(
 def _left(handover: Handover, path: Path) -> list[str]:
     if isinstance(handover, MemoryHandover):
         return list(handover.kept)
-    return [one.name for one in path.rglob("*") if one.is_file()]
+    return [path.name for path in path.rglob("*") if path.is_file()]
 
 
 def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_path: Path) -> None:
@@ -110,9 +112,9 @@ def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_
         lengths=lambda seed, turn: LENGTH,
         handover=KvHandover(MappedFiles(folder, clock=VirtualClock())),
     )
-    source, place = running(world, 50)
+    source, request = running(world, 50)
     target = world.start(worker="b", max_tokens=1000)
-    released = let_go(world, source, place, target)
+    released = let_go(world, source, request, target)
     (file,) = folder.iterdir()
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -132,7 +134,7 @@ def test_cache_of_another_request_is_not_taken() -> None:
     world.decide(*places)
     world.until(source, lambda: source.engine.kv_used_tokens > 100)
     target = world.start(worker="b", max_tokens=1000)
-    world.decide(*(world.move(place, target) for place in places))
+    world.decide(*(world.move(request, target) for request in places))
     world.until(source, lambda: len(world.facts(RequestReleased)) == 2)
     first, second = world.facts(RequestReleased)
     world.decide(world.place(target, 0, attempt=2, resume=first.resume, kv=second.kv))
@@ -146,10 +148,10 @@ def test_request_ends_once_whenever_the_move_comes(tokens: int) -> None:
     world = World(lengths=lambda seed, turn: 20)
     source = world.start(worker="a")
     target = world.start(worker="b")
-    place = world.place(source, 0)
-    world.decide(place)
+    request = world.place(source, 0)
+    world.decide(request)
     world.ticks(source, tokens)
-    world.decide(world.move(place, target))
+    world.decide(world.move(request, target))
     world.until_idle(source)
     ended = len(world.facts(TrajectoryLogged)) + len(world.facts(RequestReleased))
     assert ended == 1
@@ -181,8 +183,8 @@ class SlowHandover(MemoryHandover):
 def test_request_is_released_when_its_cache_is_safe() -> None:
     handover = SlowHandover()
     world = World(lengths=lambda seed, turn: LENGTH, handover=handover, handover_thread=True)
-    source, place = running(world, 30)
-    world.decide(world.move(place, world.start(worker="b")))
+    source, request = running(world, 30)
+    world.decide(world.move(request, world.start(worker="b")))
     world.ticks(source, 50)
     assert world.facts(RequestReleased) == []
     handover.go.set()
@@ -193,28 +195,28 @@ def test_request_is_released_when_its_cache_is_safe() -> None:
 
 def test_cancelled_request_leaves_no_cache_behind() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 40)
+    source, request = running(world, 40)
     full = world.start(worker="b", slots=1, max_tokens=1000)
     world.decide(world.place(full, 8))
     world.ticks(full, 5)
-    place = taken_up(world, full, let_go(world, source, place, full))
+    request = taken_up(world, full, let_go(world, source, request, full))
     world.ticks(full, 5)
-    world.decide(world.cancel(place))
+    world.decide(world.cancel(request))
     world.ticks(full, 5)
     assert not _left(world.handover, Path())
 
 
 def test_drained_worker_lets_its_requests_go_and_leaves() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 30)
+    source, request = running(world, 30)
     target = world.start(worker="b", max_tokens=1000)
     world.decide(
         Drain(reason="t", worker="a", incarnation=source.setup.incarnation),
-        world.move(place, target),
+        world.move(request, target),
     )
     world.until(source, lambda: source.machine.finished)
-    (released,), (left,) = world.facts(RequestReleased), world.facts(WorkerLeft)
-    assert (source.machine.outcome, left.progress) == ("left", {})
+    (released,), (remaining,) = world.facts(RequestReleased), world.facts(WorkerLeft)
+    assert (source.machine.outcome, remaining.progress) == ("left", {})
     taken_up(world, target, released)
     world.until_idle(target)
     assert list(world.trajectories()[NAME].token_ids) == alone()
@@ -223,21 +225,21 @@ def test_drained_worker_lets_its_requests_go_and_leaves() -> None:
 
 def test_worker_asked_to_stop_in_the_middle_of_a_move_completes_it() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 30)
-    world.decide(world.move(place, world.start(worker="b")))
+    source, request = running(world, 30)
+    world.decide(world.move(request, world.start(worker="b")))
     world.ticks(source, 1)
     world.stop(source)
-    kinds = [type(one) for one in world.control()]
+    kinds = [type(entry) for entry in world.control()]
     assert kinds.index(RequestReleased) < kinds.index(WorkerLeft)
     assert world.facts(WorkerLeft)[0].progress == {}
 
 
 def test_source_that_dies_after_the_move_leaves_its_progress_record() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 60, checkpoint_tokens=16, heartbeat_ns=TICK_NS)
+    source, request = running(world, 60, checkpoint_tokens=16, heartbeat_ns=TICK_NS)
     resume = source.machine.requests.progress()[NAME]
     target = world.start(worker="b", max_tokens=1000)
-    world.decide(world.move(place, target))  # there is no reader
+    world.decide(world.move(request, target))  # there is no reader
     world.decide(world.place(target, 0, attempt=2, resume=resume))
     world.until_idle(target)
     trajectory = world.trajectories()[NAME]

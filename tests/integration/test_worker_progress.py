@@ -34,23 +34,23 @@ def _killed_at(world: World, tokens: int, length: int) -> tuple[Resume, list[int
     calm = world.start(worker="calm", max_tokens=1000)
     world.decide(world.place(calm, 0))
     world.until_idle(calm)
-    wanted = list(world.trajectories()["g0000000000-000"].token_ids)
-    assert len(wanted) == 3 + length
+    token_ids = list(world.trajectories()["g0000000000-000"].token_ids)
+    assert len(token_ids) == 3 + length
     victim = world.start(worker="victim", max_tokens=1000, checkpoint_tokens=32)
     world.decide(world.place(victim, 0))
     world.until(victim, lambda: victim.engine.kv_used_tokens == 3 + tokens)
-    return victim.machine.requests.progress()["g0000000000-000"], wanted
+    return victim.machine.requests.progress()["g0000000000-000"], token_ids
 
 
 def test_request_killed_at_token_200_goes_on_from_its_progress_with_the_same_tokens() -> None:
     world = World(lengths=lambda seed, turn: 300)
-    resume, wanted = _killed_at(world, tokens=200, length=300)
+    resume, expected = _killed_at(world, tokens=200, length=300)
     assert resume.tokens >= 200 - 32 - 2
     other = world.start(worker="other", max_tokens=1000)
     world.decide(world.place(other, 0, attempt=2, resume=resume))
     world.until_idle(other)
     trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
-    assert list(trajectory.token_ids) == wanted
+    assert list(trajectory.token_ids) == expected
     assert trajectory.meta.prefills == (3, 3 + resume.tokens)
     model = [segment for segment in trajectory.segments if segment.kind == "model"]
     assert [segment.worker for segment in model] == ["victim", "other"]
@@ -60,7 +60,7 @@ def test_request_killed_at_token_200_goes_on_from_its_progress_with_the_same_tok
 
 def test_chain_that_is_broken_leaves_the_request_to_start_from_its_prompt() -> None:
     world = World(lengths=lambda seed, turn: 300)
-    resume, wanted = _killed_at(world, tokens=200, length=300)
+    resume, expected = _killed_at(world, tokens=200, length=300)
     for wrong in (
         Resume(tokens=resume.tokens + 1, partition=resume.partition, offset=resume.offset),
         Resume(tokens=resume.tokens, partition=resume.partition, offset=resume.offset - 1),
@@ -71,7 +71,7 @@ def test_chain_that_is_broken_leaves_the_request_to_start_from_its_prompt() -> N
         world.until_idle(worker)
         trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
         assert trajectory.meta.prefills == (3,)
-        assert list(trajectory.token_ids) == wanted
+        assert list(trajectory.token_ids) == expected
         assert worker.counts["progress unusable"] == 1
 
 
@@ -81,12 +81,12 @@ def test_stop_asked_writes_a_last_progress_record_and_leaves() -> None:
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.engine.kv_used_tokens == 3 + 90)
     world.stop(worker)
-    (left,) = world.facts(WorkerLeft)
+    (event,) = world.facts(WorkerLeft)
     assert worker.machine.outcome == "left"
-    assert left.reason == "its process was asked to stop"
-    resume = left.progress["g0000000000-000"]
+    assert event.reason == "its process was asked to stop"
+    resume = event.progress["g0000000000-000"]
     assert 64 <= resume.tokens <= 90
-    assert list(left.progress) == ["g0000000000-000"]
+    assert list(event.progress) == ["g0000000000-000"]
     chunk = decode_progress(world.records(TOPICS.progress)[-1].value)
     assert chunk.start + len(chunk.token_ids) == resume.tokens
     assert worker.engine.active == 0
@@ -107,10 +107,10 @@ def test_engine_that_raises_costs_its_worker_and_no_request(
     for name in ("step", "add", "cancel", "export"):
         monkeypatch.setattr(worker.engine, name, broken)
     world.until(worker, lambda: worker.machine.finished)
-    (left,) = world.facts(WorkerLeft)
-    assert left.reason.startswith("the engine of worker w0 failed: ")
-    assert type(error).__name__ in left.reason
-    assert 64 <= left.progress["g0000000000-000"].tokens <= 90
+    (event,) = world.facts(WorkerLeft)
+    assert event.reason.startswith("the engine of worker w0 failed: ")
+    assert type(error).__name__ in event.reason
+    assert 64 <= event.progress["g0000000000-000"].tokens <= 90
     assert (worker.machine.outcome, worker.machine.error_here) == ("failed", True)
 
 
@@ -139,8 +139,8 @@ def test_drained_worker_finishes_what_it_has_and_takes_nothing_more() -> None:
     world.decide(drain, world.place(worker, 2), world.assign(worker, 1))
     world.until(worker, lambda: worker.machine.finished)
     assert len(world.facts(TrajectoryLogged)) == 2
-    (left,) = world.facts(WorkerLeft)
-    assert left.reason == "drained: smaller"
+    (fact,) = world.facts(WorkerLeft)
+    assert fact.reason == "drained: smaller"
     assert [ready.version for ready in world.facts(WorkerReady)] == [0]
 
 
@@ -152,4 +152,4 @@ def test_end_of_the_run_ends_the_worker_at_once() -> None:
     world.decide(StopRun(reason="done"))
     world.until(worker, lambda: worker.machine.finished)
     assert worker.machine.outcome == "left"
-    assert [one.reason for one in world.facts(WorkerLeft)] == ["the run stopped: done"]
+    assert [fact.reason for fact in world.facts(WorkerLeft)] == ["the run stopped: done"]

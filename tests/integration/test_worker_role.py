@@ -67,7 +67,7 @@ def _joined(
 
 
 def _left(run: Run) -> list[WorkerLeft]:
-    return [one for _, one in run.control() if isinstance(one, WorkerLeft)]
+    return [event for _, event in run.control() if isinstance(event, WorkerLeft)]
 
 
 def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
@@ -85,10 +85,10 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     lost = PolicyError("no deltas/ab.delta in s3://policies/r")
     run.store.fallbacks.note(run.policy.digest, lost, "weights/ab.safetensors")
     run.work(script())
-    kinds = [type(one) for _, one in run.control()]
+    kinds = [type(entry) for _, entry in run.control()]
     assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
-    (ready,) = [one for _, one in run.control() if isinstance(one, WorkerReady)]
-    assert [one.reason for one in ready.fallbacks] == [lost.message]
+    (ready,) = [event for _, event in run.control() if isinstance(event, WorkerReady)]
+    assert [fallback.reason for fallback in ready.fallbacks] == [lost.message]
     incarnation, joined = run.joins()[0]
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares
@@ -123,7 +123,7 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
 
     run.work(script())
     logged = run.logged()
-    assert sorted((one.valid, one.reward) for one in logged) == [(False, None), (True, 1.0)]
+    assert sorted((fact.valid, fact.reward) for fact in logged) == [(False, None), (True, 1.0)]
     assert run.count(WorkerLeft) == 1
 
 
@@ -141,12 +141,12 @@ def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) 
             yield True
 
     run.work(script())
-    (first, one), (second, two) = run.joins()
-    assert one.instance != two.instance
+    (first, event), (second, two) = run.joins()
+    assert event.instance != two.instance
     logged = run.logged()[0]
     assert logged.incarnation == second != first
     assert len(run.engines) == 2
-    assert [one.incarnation for one in _left(run)] == [second]
+    assert [entry.incarnation for entry in _left(run)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
@@ -227,22 +227,22 @@ def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) ->
 
     with pytest.raises(PolicyError, match="cannot host version 0"):
         run.work(_joined(run, assign, stop=False))
-    left = _left(run)
-    assert len(left) == 1 and "cannot host version 0" in left[0].reason
+    remaining = _left(run)
+    assert len(remaining) == 1 and "cannot host version 0" in remaining[0].reason
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "text"),
     [
         (ResourceError("its server ended by SIGKILL"), "its server ended by SIGKILL"),
         (OSError(5, "Input/output error"), "Input/output error"),
         (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
         (MemoryError(), "MemoryError"),
     ],
-    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+    ids=lambda exception: type(exception).__name__ if isinstance(exception, Exception) else "",
 )
 def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fault(
-    error: Exception, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    error: Exception, text: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.begin()
 
@@ -251,12 +251,12 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
 
     monkeypatch.setattr(SimulatedEngine, "load", ended)
 
-    with pytest.raises(ResourceError, match=f"cannot host version 0: .*{said}"):
+    with pytest.raises(ResourceError, match=f"cannot host version 0: .*{text}"):
         run.work(
             _joined(run, lambda incarnation, _: run.decide(run.assign(incarnation)), stop=False)
         )
-    left = _left(run)
-    assert len(left) == 1 and said in left[0].reason
+    remaining = _left(run)
+    assert len(remaining) == 1 and text in remaining[0].reason
 
 
 @pytest.mark.parametrize("lands", [0, 1])
@@ -270,4 +270,4 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    assert [one.incarnation for one in _left(run)] == [run.joins()[0][0]]
+    assert [entry.incarnation for entry in _left(run)] == [run.joins()[0][0]]

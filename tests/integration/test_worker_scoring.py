@@ -16,17 +16,17 @@ def logged(world: World, worker: Worker, samples: int = 3) -> ScoreGroup:
     places = [world.place(worker, 0, sample=sample) for sample in range(samples)]
     world.decide(*places)
     world.until_idle(worker)
-    facts = sorted(world.facts(TrajectoryLogged), key=lambda one: one.trajectory)
+    facts = sorted(world.facts(TrajectoryLogged), key=lambda value: value.trajectory)
     taken = tuple(
         TakenTrajectory(
-            trajectory=one.trajectory,
-            attempt=one.attempt,
-            incarnation=one.incarnation,
-            partition=one.partition,
-            offset=one.offset,
-            sha256=one.sha256,
+            trajectory=fact.trajectory,
+            attempt=fact.attempt,
+            incarnation=fact.incarnation,
+            partition=fact.partition,
+            offset=fact.offset,
+            sha256=fact.sha256,
         )
-        for one in facts
+        for fact in facts
     )
     return ScoreGroup(
         spec=spec_of(0),
@@ -49,21 +49,24 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
     worker = world.start(tasks=tasks)
     question = logged(world, worker)
     (answer,) = answers(world, worker, question)
-    assert [one.reward for one in answer.samples] == [1.0, 2.0, 3.0]
+    assert [sample.reward for sample in answer.samples] == [1.0, 2.0, 3.0]
     assert answer.samples[2].parts == {"place": 2.0}
     assert (answer.group, answer.attempt, answer.incarnation) == (
         "g0000000000",
         1,
         worker.setup.incarnation,
     )
-    (call,) = [one for one in tasks.seen if isinstance(one, GroupCall)]
-    texts = {name: one.meta.index for name, one in world.trajectories().items()}
+    (call,) = [call for call in tasks.seen if isinstance(call, GroupCall)]
+    texts = {name: trajectory.meta.index for name, trajectory in world.trajectories().items()}
     assert len(call.completions) == len(texts) == 3
-    assert all(one.turns == (one.text,) and one.turn is None for one in call.completions)
+    assert all(
+        completion.turns == (completion.text,) and completion.turn is None
+        for completion in call.completions
+    )
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "text"),
     [
         ("sha256", "0" * 64, "its bytes differ"),
         ("attempt", 2, "the record there is"),
@@ -72,7 +75,7 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
     ],
 )
 def test_a_record_that_is_not_the_one_meant_is_named_and_may_be_asked_again(
-    field: str, value: object, said: str
+    field: str, value: object, text: str
 ) -> None:
     world = World()
     worker = world.start()
@@ -81,7 +84,7 @@ def test_a_record_that_is_not_the_one_meant_is_named_and_may_be_asked_again(
     wrong = msgspec.structs.replace(second, **{field: value})
     question = msgspec.structs.replace(question, trajectories=(first, wrong, third))
     (answer,) = answers(world, worker, question)
-    assert answer.error.startswith("NotRead: ") and said in answer.error
+    assert answer.error.startswith("NotRead: ") and text in answer.error
     assert answer.retryable and not answer.samples
 
 
@@ -110,7 +113,7 @@ def hanging() -> tuple[World, Worker, InlineTasks]:
     world, tasks = World(), InlineTasks(held={GroupCall})
     worker = world.start(tasks=tasks)
     assert answers(world, worker, logged(world, worker)) == []
-    (wait,) = [one for one in worker.machine.waits(10**12) if one.name == "group-score"]
+    (wait,) = [wait for wait in worker.machine.waits(10**12) if wait.name == "group-score"]
     assert wait.key == "g0000000000"
     return world, worker, tasks
 

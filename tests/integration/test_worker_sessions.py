@@ -80,9 +80,9 @@ class Stage:
     def place(
         self, worker: Worker, ordinal: int = 0, *, attempt: int = 1, resume: Resume | None = None
     ) -> ScheduledRequest:
-        place = self.world.place(worker, ordinal, attempt=attempt, resume=resume)
-        self.world.decide(place)
-        return place
+        request = self.world.place(worker, ordinal, attempt=attempt, resume=resume)
+        self.world.decide(request)
+        return request
 
     def trajectory(self, name: str = NAME) -> Trajectory:
         return self.world.trajectories()[name]
@@ -113,7 +113,7 @@ def until_told(stage: Stage, worker: Worker, answers: int) -> None:
 
 def check_again(stage: Stage, trajectory: Trajectory) -> None:
     """Generated again from the record alone, every call is the same."""
-    asked = next(one for engine in stage.engines for one in engine.asked.values())
+    asked = next(entry for engine in stage.engines for entry in engine.asked.values())
     params = replace(asked.params, max_tokens=1000)
     tokens = stage.engines[0].context_tokens
     fresh = SimulatedEngine(slots=4, context_tokens=tokens, lengths=stage.world.lengths)
@@ -128,31 +128,31 @@ def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str 
     assert len(meta.calls) == len(heard)
     contexts = list(contexts_of(trajectory))
     sampled = stage.sampled()
-    said: list[tuple[list[int], list[int]]] = []
+    texts: list[tuple[list[int], list[int]]] = []
     for call in meta.calls:
         (prompt,) = {
-            tuple(one.token_ids[: one.own + call.start - one.start].tolist())
-            for one in contexts
-            if one.start <= call.start <= one.start + len(one.token_ids) - one.own
-            and _begins(trajectory, one.start, call.start)
+            tuple(context.token_ids[: context.own + call.start - context.start].tolist())
+            for context in contexts
+            if context.start <= call.start <= context.start + len(context.token_ids) - context.own
+            and _begins(trajectory, context.start, call.start)
         }
         tokens = ids[call.start : call.end]
         assert (list(prompt), call.seed, tokens) in sampled
         digest = prompt_digest(prompt)
         assert call.seed == call_seed(meta.seed, digest, call.occurrence)
-        said.append((list(prompt), tokens))
-    assert sorted(said) == sorted(heard)
+        texts.append((list(prompt), tokens))
+    assert sorted(texts) == sorted(heard)
     assert call_fault(trajectory) == ""
     check_again(stage, trajectory)
     assert trajectory.sampled == sum(call.end - call.start for call in meta.calls)
-    in_contexts = np.concatenate([one.loss_mask[one.own :] for one in contexts])
+    in_contexts = np.concatenate([context.loss_mask[context.own :] for context in contexts])
     assert int(in_contexts.sum()) == trajectory.sampled, "each sampled token once"
-    starts = {one.start for one in trajectory.segments if one.kind == "model"}
+    starts = {segment.start for segment in trajectory.segments if segment.kind == "model"}
     assert set(meta.prefills) == starts
 
 
 def _begins(trajectory: Trajectory, context: int, call: int) -> bool:
-    later = [one.start for one in trajectory.meta.contexts if one.start > context]
+    later = [entry.start for entry in trajectory.meta.contexts if entry.start > context]
     return not later or call < min(later)
 
 
@@ -167,9 +167,9 @@ def test_agent_that_goes_on_with_one_conversation_has_one_context() -> None:
     trajectory = stage.trajectory()
     check_record(stage, worker, trajectory)
     assert trajectory.meta.contexts == ()
-    kinds = [one.kind for one in trajectory.segments]
+    kinds = [segment.kind for segment in trajectory.segments]
     assert kinds == ["prompt", "model", "environment", "model", "environment", "model"]
-    assert [one.turn for one in trajectory.segments] == [0, 0, 0, 1, 1, 2]
+    assert [segment.turn for segment in trajectory.segments] == [0, 0, 0, 1, 1, 2]
     assert (trajectory.meta.prompt_tokens, trajectory.meta.finish) == (3, "environment")
     assert trajectory.reward == 1.0
     assert [call.api for call in trajectory.meta.calls] == ["generate"] * 3
@@ -192,10 +192,10 @@ def test_reward_is_asked_for_with_what_the_model_said_last_unless_the_agent_says
     for ordinal in range(3):
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
-    asked = {one.index: one.text for one in worker.tasks.seen if isinstance(one, RewardCall)}
+    asked = {call.index: call.text for call in worker.tasks.seen if isinstance(call, RewardCall)}
     assert asked == {0: " ".join(map(str, told(worker)[-1][1])), 1: "forty-two"}
-    metas = (stage.trajectory(f"g000000000{at}-000").meta for at in range(3))
-    given = [(one.agent_answer, one.rewarded_by, one.reward_parts.get("a")) for one in metas]
+    metas = (stage.trajectory(f"g000000000{index}-000").meta for index in range(3))
+    given = [(meta.agent_answer, meta.rewarded_by, meta.reward_parts.get("a")) for meta in metas]
     assert given == [(None, "task", None), ("forty-two", "task", None), (None, "agent", 1.0)]
 
 
@@ -208,10 +208,12 @@ def test_answer_leaves_when_its_record_is_in_the_log() -> None:
         records = stage.world.records(TOPICS.progress)
         heard = len(told(worker))
         assert heard <= len(records)
-    chain = [decode_turn_progress(one.value) for one in stage.world.records(TOPICS.progress)]
-    assert [one.turn for one in chain] == [0, 1]
-    assert [list(one.token_ids) for one in chain] == [tokens for _, tokens in told(worker)]
-    assert [list(one.given_ids) for one in chain] == [[1, 2], [41]]
+    chain = [decode_turn_progress(record.value) for record in stage.world.records(TOPICS.progress)]
+    assert [entry.turn for entry in chain] == [0, 1]
+    assert [list(trajectory.token_ids) for trajectory in chain] == [
+        tokens for _, tokens in told(worker)
+    ]
+    assert [list(entry.given_ids) for entry in chain] == [[1, 2], [41]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -243,7 +245,7 @@ def refused(play: Play, *, lengths: Lengths | None = None, **changes: Any) -> tu
 
 
 def codes(worker: Worker) -> list[tuple[int, str]]:
-    return [(one.status, one.code) for one in agents(worker).refused]
+    return [(entry.status, entry.code) for entry in agents(worker).refused]
 
 
 def test_prompt_that_fills_a_context_is_refused_and_the_trajectory_ends_by_length() -> None:
@@ -270,7 +272,7 @@ def test_tokens_of_a_trajectory_are_bounded_and_the_call_behind_the_bound_is_ref
     stage, worker = refused(turns([1], [41], [42]), lengths=lambda seed, turn: 7, max_tokens=10)
     assert codes(worker) == [(429, "max_tokens")]
     trajectory = stage.trajectory()
-    assert [(one.end - one.start, one.finish) for one in trajectory.meta.calls] == [
+    assert [(call.end - call.start, call.finish) for call in trajectory.meta.calls] == [
         (7, "stop"),
         (3, "length"),
     ]
@@ -287,7 +289,7 @@ def test_too_many_calls_at_once_are_refused_and_may_be_made_again() -> None:
     assert codes(worker) == [(429, "too_many_open")]
     trajectory = stage.trajectory()
     check_record(stage, worker, trajectory)
-    assert {one.occurrence for one in trajectory.meta.calls} == set(range(CALLS_OPEN_MAX + 1))
+    assert {call.occurrence for call in trajectory.meta.calls} == set(range(CALLS_OPEN_MAX + 1))
     assert trajectory.meta.finish == "environment"
 
 
@@ -332,13 +334,13 @@ def alone(play: Play) -> Trajectory:
     return stage.trajectory()
 
 
-def check_same(one: Trajectory, other: Trajectory) -> None:
+def check_same(trajectory: Trajectory, other: Trajectory) -> None:
     """Equal but for where and when it was made."""
-    assert list(one.token_ids) == list(other.token_ids)
-    assert list(one.logprobs) == list(other.logprobs)
-    assert list(one.loss_mask) == list(other.loss_mask)
-    assert one.meta.contexts == other.meta.contexts
-    calls = [(c.start, c.end, c.seed, c.occurrence, c.finish) for c in one.meta.calls]
+    assert list(trajectory.token_ids) == list(other.token_ids)
+    assert list(trajectory.logprobs) == list(other.logprobs)
+    assert list(trajectory.loss_mask) == list(other.loss_mask)
+    assert trajectory.meta.contexts == other.meta.contexts
+    calls = [(c.start, c.end, c.seed, c.occurrence, c.finish) for c in trajectory.meta.calls]
     assert calls == [(c.start, c.end, c.seed, c.occurrence, c.finish) for c in other.meta.calls]
 
 
@@ -350,9 +352,9 @@ def test_session_that_moves_goes_on_elsewhere_with_the_same_tokens(answers: int)
     stage = Stage(TALKS, lengths=length_of(), think=2)
     source, target = stage.worker(max_tokens=1000), stage.worker(max_tokens=1000)
     world = stage.world
-    place = stage.place(source)
+    request = stage.place(source)
     until_told(stage, source, answers)
-    world.decide(world.move(place, target))
+    world.decide(world.move(request, target))
     world.until(source, lambda: bool(world.facts(RequestReleased)))
     (released,) = world.facts(RequestReleased)
     assert (released.resume is None) == (answers == 0)
@@ -363,10 +365,10 @@ def test_session_that_moves_goes_on_elsewhere_with_the_same_tokens(answers: int)
     trajectory = stage.trajectory()
     check_same(trajectory, alone(TALKS))
     check_record(stage, target, trajectory, f"{NAME}/2")
-    made = [one.worker for one in trajectory.segments if one.kind == "model"]
+    workers = [segment.worker for segment in trajectory.segments if segment.kind == "model"]
     recorded = target.counts["calls answered from the record"]
     assert recorded >= answers
-    assert made == ["w0"] * recorded + ["w1"] * (9 - recorded)
+    assert workers == ["w0"] * recorded + ["w1"] * (9 - recorded)
 
 
 def test_worker_that_leaves_names_the_last_record_of_its_sessions() -> None:
@@ -375,11 +377,11 @@ def test_worker_that_leaves_names_the_last_record_of_its_sessions() -> None:
     stage.place(source)
     until_told(stage, source, 3)
     stage.world.stop(source)
-    (left,) = stage.world.facts(WorkerLeft)
+    (fact,) = stage.world.facts(WorkerLeft)
     newest = stage.world.records(TOPICS.progress)[-1]
-    assert left.progress[NAME].offset == newest.offset
+    assert fact.progress[NAME].offset == newest.offset
     target = stage.worker(max_tokens=1000)
-    stage.place(target, attempt=2, resume=left.progress[NAME])
+    stage.place(target, attempt=2, resume=fact.progress[NAME])
     stage.world.until_idle(target)
     check_same(stage.trajectory(), alone(TALKS))
 
@@ -423,8 +425,8 @@ def test_agent_that_dies_again_and_again_is_handed_back_with_its_record() -> Non
         until_told(stage, worker, 3)
         agents(worker).lose(KEY)
         stage.world.ticks(worker, 3)
-    (gone,) = stage.world.facts(RequestFailed)
-    assert (gone.error, gone.retryable) == ("EpisodeLost", True)
+    (fact,) = stage.world.facts(RequestFailed)
+    assert (fact.error, fact.retryable) == ("EpisodeLost", True)
 
 
 def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory() -> None:

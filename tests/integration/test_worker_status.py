@@ -51,7 +51,7 @@ def test_nothing_grows_with_the_number_of_requests(episodes: bool) -> None:
 
     def serve(first: int, count: int) -> None:
         for ordinal in range(first, first + count, 6):
-            places = [world.place(worker, ordinal + one) for one in range(6)]
+            places = [world.place(worker, ordinal + index) for index in range(6)]
             world.decide(*places)
             world.ticks(worker, 2)
             world.decide(world.cancel(places[0]))
@@ -84,8 +84,8 @@ def test_alarm_is_said_at_the_heartbeat_at_which_a_wait_becomes_one() -> None:
     world = World()
     worker = world.join(quiet_ns=4 * HEARTBEAT_NS, limits=limits)
     world.ticks(worker, 4 * HEARTBEAT_NS // TICK_NS)
-    found = [(status.at_ns - 10**18, status.waits[0].overdue) for status in world.statuses()]
-    assert found == [(0, False), (3 * HEARTBEAT_NS, True)]
+    results = [(status.at_ns - 10**18, status.waits[0].overdue) for status in world.statuses()]
+    assert results == [(0, False), (3 * HEARTBEAT_NS, True)]
 
 
 def test_status_says_how_many_requests_need_no_slot_on_average() -> None:
@@ -146,10 +146,10 @@ def test_request_whose_tool_has_answered_goes_before_those_that_have_not_begun()
     world.decide(*(world.place(worker, ordinal) for ordinal in range(5)))
     requests = worker.machine.requests
     world.until(worker, lambda: requests.in_phase(Phase.ENVIRONMENT) == 1)
-    (first,) = [one for one in requests.by_key.values() if one.phase is Phase.ENVIRONMENT]
+    (first,) = [entry for entry in requests.by_key.values() if entry.phase is Phase.ENVIRONMENT]
     tasks.held.clear()
     world.until(worker, lambda: first.sequence.turns_taken == 1 and first.phase is Phase.RUNNING)
-    begun = [one for one in requests.by_key.values() if one.sequence.sampled_tokens]
+    begun = [entry for entry in requests.by_key.values() if entry.sequence.sampled_tokens]
     assert len(begun) == 2, "itself, and the one that had its slot meanwhile"
 
 

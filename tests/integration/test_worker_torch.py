@@ -85,7 +85,7 @@ def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
     model: tuple[PolicyStore, str, Path],
 ) -> None:
     world = _world(model)
-    wanted = _alone(world)
+    alone = _alone(world)
     victim = _start(world, "victim", checkpoint_tokens=CHECKPOINT_TOKENS)
     world.decide(world.place(victim, 0, purpose="eval"))
     world.until(victim, lambda: victim.engine.kv_used_tokens >= KILLED_AT + 3)
@@ -97,10 +97,10 @@ def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
     prompt_tokens, prefilled = trajectory.meta.prefills
     assert prompt_tokens == trajectory.meta.prompt_tokens
     assert prefilled - prompt_tokens == resume.tokens >= KILLED_AT - CHECKPOINT_TOKENS
-    assert trajectory.token_ids == wanted.token_ids
-    assert _numbers(trajectory.logprobs) == pytest.approx(_numbers(wanted.logprobs), abs=1e-4)
-    model_segments = [one for one in trajectory.segments if one.kind == "model"]
-    assert [one.worker for one in model_segments] == ["victim", "other"]
+    assert trajectory.token_ids == alone.token_ids
+    assert _numbers(trajectory.logprobs) == pytest.approx(_numbers(alone.logprobs), abs=1e-4)
+    model_segments = [segment for segment in trajectory.segments if segment.kind == "model"]
+    assert [segment.worker for segment in model_segments] == ["victim", "other"]
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with its cache", "prefilled"])
@@ -109,26 +109,26 @@ def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed
 ) -> None:
     handover = KvHandover(MappedFiles(tmp_path, clock=VirtualClock())) if kept else NoHandover()
     world = _world(model, handover=handover)
-    wanted = _alone(world)
+    alone = _alone(world)
     source, target = _start(world, "source"), _start(world, "target", slots=16, prefetch=4)
-    place = world.place(source, 0, purpose="eval")
+    request = world.place(source, 0, purpose="eval")
     crowd = [world.place(target, number, purpose="eval") for number in range(1, 9)]
-    world.decide(place, world.place(source, 20), world.place(source, 21), *crowd)
+    world.decide(request, world.place(source, 20), world.place(source, 21), *crowd)
     world.until(source, lambda: source.engine.kv_used_tokens >= KILLED_AT)
     world.ticks(target, 5)
-    world.decide(world.move(place, target))
+    world.decide(world.move(request, target))
     world.until(source, lambda: bool(world.facts(RequestReleased)))
     (released,) = world.facts(RequestReleased)
     assert released.resume is not None and (released.kv is not None) == kept
     again = world.place(target, 0, purpose="eval", attempt=2, resume=released.resume)
     world.decide(msgspec.structs.replace(again, kv=released.kv))
     world.until_idle(target)
-    name = wanted.trajectory
-    (logged,) = [one for one in world.facts(TrajectoryLogged)[1:] if one.trajectory == name]
+    name = alone.trajectory
+    (logged,) = [fact for fact in world.facts(TrajectoryLogged)[1:] if fact.trajectory == name]
     trajectory = world.trajectory(logged)
-    assert trajectory.token_ids == wanted.token_ids
-    assert trajectory.logprobs == wanted.logprobs
-    assert trajectory.sampler_logprobs == wanted.sampler_logprobs
+    assert trajectory.token_ids == alone.token_ids
+    assert trajectory.logprobs == alone.logprobs
+    assert trajectory.sampler_logprobs == alone.sampler_logprobs
     assert trajectory.meta.migrations == kept and len(trajectory.meta.prefills) == 2 - kept
     assert target.counts["KV caches imported"] == kept
     assert list(tmp_path.iterdir()) == []
@@ -137,7 +137,7 @@ def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed
 def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled(
     model: tuple[PolicyStore, str, Path],
 ) -> None:
-    found, statuses = [], []
+    result, statuses = [], []
     for prefix_cache_ratio in (0.0, 1.0):
         world = _world(model, prefix_cache_ratio=prefix_cache_ratio)
         tasks = InlineTasks(episodes=True, prompt=_prompt, step=_answer)
@@ -146,10 +146,10 @@ def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled
         world.decide(*(world.place(worker, 0, sample) for sample in range(4)))
         world.until_idle(worker)
         world.ticks(worker, HEARTBEAT_NS // TICK_NS + 1)
-        logged = sorted(world.facts(TrajectoryLogged), key=lambda one: one.trajectory)
-        found.append([world.trajectory(one) for one in logged])
+        logged = sorted(world.facts(TrajectoryLogged), key=lambda value: value.trajectory)
+        result.append([world.trajectory(fact) for fact in logged])
         statuses.append(world.statuses()[-1])
-    for plain, keeping in zip(*found, strict=True):
+    for plain, keeping in zip(*result, strict=True):
         assert len(plain.meta.prefills) > 1
         assert keeping.meta.prefills == plain.meta.prefills
         assert keeping.token_ids == plain.token_ids

@@ -19,7 +19,7 @@ def test_waiting_environment_holds_no_slot_and_its_next_turn_prefills_everything
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 2)
     assert worker.engine.active == 0
-    assert [one.words for one in worker.machine.waits(0)] == ["environments (2)"]
+    assert [wait.words for wait in worker.machine.waits(0)] == ["environments (2)"]
     tasks.held.clear()
     world.until_idle(worker)
     trajectory = world.trajectories()["g0000000000-000"]
@@ -37,7 +37,7 @@ def test_reward_sees_every_turn_and_the_last_answer() -> None:
     worker = world.start(tasks=tasks)
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
-    (call,) = [one for one in tasks.seen if isinstance(one, RewardCall)]
+    (call,) = [call for call in tasks.seen if isinstance(call, RewardCall)]
     assert len(call.turns) == 4
     assert call.turns[1] == call.turns[3] == "8 9"
     assert call.text == call.turns[2]
@@ -50,7 +50,7 @@ def test_turns_max_ends_by_length() -> None:
     world.until_idle(worker)
     (trajectory,) = world.trajectories().values()
     assert trajectory.meta.finish == "length"
-    assert [one.kind for one in trajectory.segments].count("model") == 2
+    assert [segment.kind for segment in trajectory.segments].count("model") == 2
 
 
 def test_observation_that_does_not_fit_the_context_is_left_out_and_ends_by_length() -> None:
@@ -85,7 +85,7 @@ def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> N
     calm = world.start(tasks=episode_tasks(last=2))
     world.decide(world.place(calm, 0))
     world.until_idle(calm)
-    wanted = world.trajectories()["g0000000000-000"].token_ids
+    token_ids = world.trajectories()["g0000000000-000"].token_ids
     tasks = episode_tasks(last=2)
     tasks.held.add(EnvStep)
     worker = world.start(tasks=tasks, worker="w1")
@@ -100,7 +100,7 @@ def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> N
     world.ticks(worker, 150)
     assert world.statuses()[-1].episodes_restarted == 1
     again = world.trajectory(world.facts(TrajectoryLogged)[-1])
-    assert again.token_ids == wanted
+    assert again.token_ids == token_ids
     assert again.meta.prefills[0] == 3
 
 

@@ -44,7 +44,7 @@ def test_a_folder_with_something_in_it_is_written_into_when_told(
     code, _, err = call(*words)
     assert code == 2
     assert err.startswith(f"error: {target} is not empty\nhint: choose another, or o")
-    assert {one.name: one.read_text() for one in target.iterdir()} == {
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
         "config.json": "mine",
         "notes": "mine",
     }

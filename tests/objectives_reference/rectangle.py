@@ -38,8 +38,8 @@ class Rectangle:
     def padded(self, values: Tensor, *, padding: float = -0.7) -> Tensor:
         """[rows, width] with something in the padding."""
         parts = torch.split(values, list(self.inputs.lengths))
-        whole = torch.full((len(parts), self.width), padding, dtype=values.dtype)
-        rows = [torch.cat([part, pad[len(part) :]]) for part, pad in zip(parts, whole, strict=True)]
+        full = torch.full((len(parts), self.width), padding, dtype=values.dtype)
+        rows = [torch.cat([part, pad[len(part) :]]) for part, pad in zip(parts, full, strict=True)]
         return torch.stack(rows)
 
     @property
@@ -77,11 +77,11 @@ def difference(
                 torch.tensor(lengths)
             )
 
-            def ours(at: Tensor, of: Inputs = inputs, by: Tensor = spread_weights) -> Tensor:
-                return (terms_of(replace(of, logprobs=at), settings).loss * by).sum()
+            def ours(tensor: Tensor, of: Inputs = inputs, by: Tensor = spread_weights) -> Tensor:
+                return (terms_of(replace(of, logprobs=tensor), settings).loss * by).sum()
 
-            def other(at: Tensor, of: Inputs = inputs) -> Tensor:
-                return theirs(Rectangle(of), at)
+            def other(tensor: Tensor, of: Inputs = inputs) -> Tensor:
+                return theirs(Rectangle(of), tensor)
 
             worst = max(worst, _difference(ours, other, inputs.logprobs))
     note(package, kind, keys, worst)
@@ -98,10 +98,10 @@ def note(package: str, what: str, keys: dict[str, Any], worst: float) -> None:
 def _difference(
     ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], logprobs: Tensor
 ) -> float:
-    found = []
+    results = []
     for loss in (ours, theirs):
-        at = logprobs.detach().clone().requires_grad_()
-        value = loss(at)
-        (slope,) = torch.autograd.grad(value, at)
-        found.append(torch.cat([value.detach().reshape(1).double(), slope]))
-    return float((found[0] - found[1]).abs().max())
+        grad = logprobs.detach().clone().requires_grad_()
+        value = loss(grad)
+        (slope,) = torch.autograd.grad(value, grad)
+        results.append(torch.cat([value.detach().reshape(1).double(), slope]))
+    return float((results[0] - results[1]).abs().max())

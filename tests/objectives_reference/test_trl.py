@@ -74,9 +74,9 @@ def loss_of(
         "importance_sampling_ratio": weights,
         "num_items_in_batch": mask.sum(),
     }
-    found = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
-    assert isinstance(found, Tensor)
-    return found
+    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 @pytest.mark.parametrize(

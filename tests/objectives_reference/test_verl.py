@@ -41,7 +41,7 @@ FAR = 1e9
 
 
 def config(low: float, high: float) -> Any:
-    made = workers.ActorConfig(
+    config = workers.ActorConfig(
         strategy="fsdp",
         ppo_micro_batch_size_per_gpu=1,
         rollout_n=1,
@@ -50,8 +50,8 @@ def config(low: float, high: float) -> Any:
         clip_ratio_high=high,
         clip_ratio_c=FAR,
     )
-    made.global_batch_info["loss_scale_factor"] = TOKENS
-    return made
+    config.global_batch_info["loss_scale_factor"] = TOKENS
+    return config
 
 
 def loss_of(
@@ -65,7 +65,7 @@ def loss_of(
     weights: Tensor | None = None,
 ) -> Tensor:
     """verl's policy loss `name`."""
-    found, _ = core.get_policy_loss_fn(name)(
+    tensor, _ = core.get_policy_loss_fn(name)(
         old_log_prob=box.padded(box.inputs.around),
         log_prob=box.padded(logprobs),
         advantages=box.padded(box.inputs.advantages),
@@ -74,16 +74,16 @@ def loss_of(
         config=config(low, high),
         rollout_is_weights=weights,
     )
-    assert isinstance(found, Tensor)
-    return found
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def weights_of(box: Rectangle, trained: Tensor, level: str, threshold: float | str) -> Tensor:
     """verl's rollout correction: trained / behaviour, truncated or cut."""
     log_ratio = box.padded((trained - box.inputs.behaviour).detach(), padding=0.0)
-    found, _ = rollout.compute_rollout_correction_weights(log_ratio, box.mask, level, threshold)
-    assert isinstance(found, Tensor)
-    return found
+    tensor, _ = rollout.compute_rollout_correction_weights(log_ratio, box.mask, level, threshold)
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 @pytest.mark.parametrize("loss", MEANS)
@@ -174,7 +174,7 @@ def test_topr_from_parts_of_verl(level: str, good: float, bad: float) -> None:
 
 
 def _reinforce(box: Rectangle, logprobs: Tensor, weights: Tensor) -> Tensor:
-    found, _ = core.compute_policy_loss_reinforce(
+    tensor, _ = core.compute_policy_loss_reinforce(
         rollout_log_prob=box.padded(box.inputs.behaviour),
         log_prob=box.padded(logprobs),
         advantages=box.padded(box.inputs.advantages),
@@ -183,8 +183,8 @@ def _reinforce(box: Rectangle, logprobs: Tensor, weights: Tensor) -> Tensor:
         config=config(0.2, 0.2),
         rollout_is_weights=weights,
     )
-    assert isinstance(found, Tensor)
-    return found
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 @pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
@@ -193,9 +193,9 @@ def test_kl_to_the_reference(estimate: str) -> None:
         policy = loss_of("vanilla", box, logprobs, low=0.2, high=0.28, loss="token-mean")
         assert box.inputs.reference is not None
         penalty = core.kl_penalty(box.padded(logprobs), box.padded(box.inputs.reference), estimate)
-        whole = policy + 0.3 * core.agg_loss(penalty, box.mask, "token-mean")
-        assert isinstance(whole, Tensor)
-        return whole
+        tensor = policy + 0.3 * core.agg_loss(penalty, box.mask, "token-mean")
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     assert set(ESTIMATES) == {"k1", "k2", "k3"}
     # verl cuts its k3 off at 10 nats per token, which the widest spread reaches.
@@ -231,7 +231,7 @@ def test_advantages(rule: str) -> None:
     chance = np.random.default_rng(5)
     sizes = [2, 5, 8, 3]
     groups = [chance.normal(size=size).tolist() for size in sizes]
-    flat = [one for group in groups for one in group]
+    flat = [entry for group in groups for entry in group]
     index = np.repeat(np.arange(len(sizes)), sizes)
     rewards = torch.tensor(flat, dtype=torch.float64)[:, None]
     mask = torch.ones_like(rewards)
@@ -244,10 +244,10 @@ def test_advantages(rule: str) -> None:
             rewards, mask, index, epsilon=1e-4, norm_adv_by_std_in_grpo=by_std
         )
         ours = [group_advantages(group, divide_by_std=by_std) for group in groups]
-    found = [one for group in ours for one in group]
+    results = [entry for group in ours for entry in group]
     worst = max(
         math.fabs(mine - other)
-        for mine, other in zip(found, theirs[:, 0].tolist(), strict=True)
+        for mine, other in zip(results, theirs[:, 0].tolist(), strict=True)
         if mine is not None
     )
     note(PACKAGE, f"advantage {rule}", {}, worst)

@@ -28,7 +28,7 @@ CALLS = "select api, context, trajectory_id from calls order by all"
 
 
 def overrides(*keys: str) -> list[str]:
-    return [word for one in (f"task.python={PYTHON}", *keys) for word in ("-o", one)]
+    return [word for override in (f"task.python={PYTHON}", *keys) for word in ("-o", override)]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, warmed up until it calls tools and hands over."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-agents")
-    place = tmp_path_factory.mktemp("agents")
-    return warm_example(place, "agents", [f"task.python={PYTHON}"], steps=24)
+    directory = tmp_path_factory.mktemp("agents")
+    return warm_example(directory, "agents", [f"task.python={PYTHON}"], steps=24)
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_an_agent_of_a_framework_is_what_is_trained(
     (tmp_path / "said").unlink()
     assert call(tmp_path, "sql", "it", CALLS, "--json") == 0
     calls = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-    assert {one["api"] for one in calls} == {api}
-    assert {one["context"] for one in calls} == set(range(contexts))
-    last = [one["trajectory_id"] for one in calls if one["context"] == contexts - 1]
+    assert {call["api"] for call in calls} == {api}
+    assert {call["context"] for call in calls} == set(range(contexts))
+    last = [call["trajectory_id"] for call in calls if call["context"] == contexts - 1]
     assert len(last) > len(set(last))  # what its tools said was answered in the same context
     with proxy, pytest.raises(BlockingIOError):
         proxy.accept()  # no request to another host

@@ -35,45 +35,47 @@ def score(row, text):
 """
 
 
-def furnished(place: Path, url: str) -> Path:
+def furnished(path: Path, url: str) -> Path:
     """A user's folder whose reward says so much that every second record is too large."""
-    config = furnish(place) / "config.toml"
+    config = furnish(path) / "config.toml"
     bus = f'[bus]\nmax_record_bytes = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
     named = config.read_text().replace('name = "tiny"', f'name = "{RUN}"')
     config.write_text(named + bus)
-    (place / "judge.py").write_text(REWARD)
-    return place
+    (path / "judge.py").write_text(REWARD)
+    return path
 
 
-def claimed(place: Path, run: str) -> dict[str, str]:
+def claimed(path: Path, run: str) -> dict[str, str]:
     """Digests by trajectory, of records that claim their value."""
-    with opened(str(place / "runs" / run)) as open_run:
+    with opened(str(path / "runs" / run)) as open_run:
         assert isinstance(open_run.bus, BlobBus)
         ends = ends_of(open_run.bus.inner, open_run.topics.trajectories)
         records = records_of(open_run.bus.inner, ends)
-        names = ((dict(one.headers)["trajectory"].decode(), blob_of(one)) for one in records)
+        names = (
+            (dict(record.headers)["trajectory"].decode(), blob_of(record)) for record in records
+        )
         return {name: digest for name, digest in names if digest}
 
 
-def prove(place: Path) -> int:
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    assert steps(place, RUN) == list(range(STEPS))
-    names = claimed(place, RUN)
-    values = place / "runs" / RUN / "policies" / "blobs"
+def prove(path: Path) -> int:
+    assert call(path, "run", "config.toml") == 0, (path / "said").read_text()
+    assert steps(path, RUN) == list(range(STEPS))
+    names = claimed(path, RUN)
+    values = path / "runs" / RUN / "policies" / "blobs"
     assert len(names) > 5
     assert {path.name for path in values.iterdir()} == set(names.values())
     assert all(path.stat().st_size > RECORD_BYTES_MAX for path in values.iterdir())
-    assert_clean(place, RUN)
-    assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", RUN).stderr
-    assert answer(place, "audit", RUN).returncode == 0
-    assert answer(place, "export", "parquet", RUN, f"{RUN}.parquet").returncode == 0
+    assert_clean(path, RUN)
+    assert f"{STEPS} of {STEPS} steps bit-equal" in answer(path, "replay", RUN).stderr
+    assert answer(path, "audit", RUN).returncode == 0
+    assert answer(path, "export", "parquet", RUN, f"{RUN}.parquet").returncode == 0
     lost = next(name for name in names if name.startswith("g"))
-    shown = json.loads(answer(place, "show", RUN, lost, "--json").stdout)
+    shown = json.loads(answer(path, "show", RUN, lost, "--json").stdout)
     assert len(json.loads(shown["result"]["reward parts"])) == PARTS
-    pruned = answer(place, "prune", RUN, "--blob-hours", "0", "--delete")
+    pruned = answer(path, "prune", RUN, "--blob-hours", "0", "--delete")
     assert (pruned.returncode, pruned.stdout.count("unreferenced")) == (0, 0)
     (values / names[lost]).unlink()
-    audited = answer(place, "audit", RUN)
+    audited = answer(path, "audit", RUN)
     (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
     assert audited.returncode == 5
     assert f"{lost} at trajectories:" in error and f"blob {names[lost]}" in error

@@ -33,31 +33,31 @@ SHORT = (
 def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
     page = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
     sft, run, show, export = map(str.split, re.findall(r"^\$ dora-pipe (.*)$", page, re.M))
-    made = tmp_path / "build" / "chat-math"
-    subprocess.run([sys.executable, str(EXAMPLE / "make.py"), str(made)], check=True)
+    path = tmp_path / "build" / "chat-math"
+    subprocess.run([sys.executable, str(EXAMPLE / "make.py"), str(path)], check=True)
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "chat-math").symlink_to(EXAMPLE)
-    overrides = [word for one in SHORT for word in ("-o", one)]
+    overrides = [word for override in SHORT for word in ("-o", override)]
     where = [
         word
         for key, name in (
             *(("model.path", "warm"), ("task.data", "train.parquet")),
-            *((f"evaluation.{one}.data", f"{one}.parquet") for one in ("short", "long")),
+            *((f"evaluation.{entry}.data", f"{entry}.parquet") for entry in ("short", "long")),
         )
-        for word in ("-o", f"{key}={made / name}")
+        for word in ("-o", f"{key}={path / name}")
     ]
-    said = tmp_path / "said"
+    text = tmp_path / "said"
     shortened = ["4" if word == "400" else word for word in sft]
-    assert call(tmp_path, *shortened) == 0, said.read_text()
-    assert call(tmp_path, *run, *overrides, *where) == 0, said.read_text()
-    assert len(re.findall(r"evaluation short of version", said.read_text())) == 3
-    assert len(re.findall(r"evaluation long of version", said.read_text())) == 2
+    assert call(tmp_path, *shortened) == 0, text.read_text()
+    assert call(tmp_path, *run, *overrides, *where) == 0, text.read_text()
+    assert len(re.findall(r"evaluation short of version", text.read_text())) == 3
+    assert len(re.findall(r"evaluation long of version", text.read_text())) == 2
     assert call(tmp_path, *show) == 0
-    assert "pass@4" in said.read_text()
+    assert "pass@4" in text.read_text()
     assert_clean(tmp_path, "chat-math")
-    assert call(tmp_path, "rescore", "chat-math") == 0, said.read_text()
-    assert call(tmp_path, "mismatch", "chat-math") == 0, said.read_text()
+    assert call(tmp_path, "rescore", "chat-math") == 0, text.read_text()
+    assert call(tmp_path, "mismatch", "chat-math") == 0, text.read_text()
     exported = ["2" if word == "20" else word for word in export]
-    assert call(tmp_path, *exported) == 0, said.read_text()
+    assert call(tmp_path, *exported) == 0, text.read_text()
     for name in ("chat_template.jinja", "generation_config.json", "README.md", "tokenizer.json"):
-        assert (made / "trained" / name).is_file(), name
+        assert (path / "trained" / name).is_file(), name

@@ -29,7 +29,11 @@ def brokers_of(
     profile: str, services: dict[str, Service], folder: Path
 ) -> Iterator[KafkaBroker | KafkaCluster]:
     """The brokers of a profile, with the settings that their containers have."""
-    ours = [one for one in services.values() if one.is_broker and profile in one.profiles]
+    ours = [
+        service
+        for service in services.values()
+        if service.is_broker and profile in service.profiles
+    ]
     settings = ours[0].plain_settings()
     listeners = [Listener(name=OUTSIDE)]
     if len(ours) == 1:
@@ -46,7 +50,7 @@ def test_the_demo_of_the_compose_file_trains_and_is_proved(
     profile: str, replicas: int, tmp_path: Path
 ) -> None:
     services = read(VARIABLES)
-    roles = {name: one for name, one in services.items() if one.profiles == ("demo",)}
+    roles = {name: service for name, service in services.items() if service.profiles == ("demo",)}
     assert len(roles) == 7
     with brokers_of(profile, services, tmp_path / "brokers") as brokers:
         nodes = [brokers] if isinstance(brokers, KafkaBroker) else list(brokers.nodes)
@@ -77,6 +81,6 @@ def replication(bootstrap: str, topic: str) -> set[int]:
     admin = KafkaAdminClient(bootstrap_servers=bootstrap.split(","))
     try:
         partitions = admin.describe_topics([topic])[0]["partitions"]
-        return {len(one["replica_nodes"]) for one in partitions}
+        return {len(partition["replica_nodes"]) for partition in partitions}
     finally:
         admin.close()

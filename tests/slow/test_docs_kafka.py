@@ -26,13 +26,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -
     """A user's folder with a finished run on the broker."""
     if shutil.which("kcat") is None:
         pytest.skip("the commands of docs/clusters.md need kcat, not found on this machine")
-    place = furnish(tmp_path_factory.mktemp("kcat"))
-    config = place / "config.toml"
+    directory = furnish(tmp_path_factory.mktemp("kcat"))
+    config = directory / "config.toml"
     url = f"kafka://{kafka_broker.bootstrap}"
     config.write_text(f'{config.read_text()}[bus]\nurl = "{url}"\n')
     words = ("-o", f"run.name={RUN}", "-o", f"run.steps={STEPS}")
-    assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
-    return place
+    assert call(directory, "run", "config.toml", *words) == 0, (directory / "said").read_text()
+    return directory
 
 
 def test_the_docs_read_a_run_without_this_program_as_they_say(

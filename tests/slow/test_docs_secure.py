@@ -48,18 +48,18 @@ def rights_of(secure_kafka: KafkaBroker, user: str) -> set[tuple[str, str, str]]
     admin = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     try:
         everything = ResourcePatternFilter(ResourceType.TOPIC, None, Pattern.ANY)
-        found, _ = admin.describe_acls(
+        result, _ = admin.describe_acls(
             ACLFilter(f"User:{user}", None, ACLOperation.ANY, ACLPermissionType.ANY, everything)
         )
     finally:
         admin.close()
     return {
         (
-            one.operation.name,
-            one.resource_pattern.resource_name,
-            one.resource_pattern.pattern_type.name.lower(),
+            entry.operation.name,
+            entry.resource_pattern.resource_name,
+            entry.resource_pattern.pattern_type.name.lower(),
         )
-        for one in found
+        for entry in result
     }
 
 
@@ -75,12 +75,12 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
         {ADDRESS: secure_kafka.address("SECURE")},
         path,
     )
-    wanted = {
+    expected = {
         (right["operation"], right["name"], right["pattern"])
         for right in documented_rights("demo")
         if right["user"] == "worker"
     }
-    assert rights_of(secure_kafka, "worker") == wanted
+    assert rights_of(secure_kafka, "worker") == expected
 
 
 def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, secure_kafka: KafkaBroker) -> None:

@@ -32,15 +32,15 @@ def test_bits_hold_in_long_runs_of_many_requests(kind: str, tmp_path: Path) -> N
 def test_bits_hold_at_small_and_large_batch_sizes(kind: str, tmp_path: Path) -> None:
     engine = TorchEngine.open(make(kind, tmp_path), slots=256, context_tokens=128, threads=1)
     chance = np.random.default_rng(1)
-    wanted = [
+    requests = [
         request(f"r{n}", chance.integers(0, 90, 1 + n % 70).tolist(), seed=n, max_tokens=6)
         for n in range(256)
     ]
-    whole = run(engine, wanted)
+    full = run(engine, requests)
     for rows in [*range(1, 36), *range(40, 256, 8)]:
-        some = [wanted[n] for n in chance.permutation(256)[:rows]]
-        results = run(engine, some)
-        assert results == {name: whole[name] for name in results}, f"{rows} rows"
+        subset = [requests[n] for n in chance.permutation(256)[:rows]]
+        results = run(engine, subset)
+        assert results == {name: full[name] for name in results}, f"{rows} rows"
 
 
 def test_memory_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_example_runs_as_its_readme_has_it(
     module = package.partition(":")[0].replace("-", "_")
     if module not in SERVED and importlib.util.find_spec(module) is None:
         pytest.skip(f"{package} is not here: make test-adapters")
-    example, said = ROOT / "examples" / name, tmp_path / "said"
+    example, path = ROOT / "examples" / name, tmp_path / "said"
     page = (example / "README.md").read_text().replace("\\\n", " ")
     *served, make = re.findall(r"^\$ python (.*?)(?: &)?$", page, re.M)
     *warm_up, run, audit = map(str.split, re.findall(r"^\$ dora-pipe (.*)$", page, re.M))
@@ -79,12 +79,12 @@ def test_the_example_runs_as_its_readme_has_it(
     for command in warm_up:
         if "--steps" in command:
             command[command.index("--steps") + 1] = "4"
-        assert call(tmp_path, *command) == 0, said.read_text()
-    overrides = [word for one in SHORT for word in ("-o", one)]
-    assert call(tmp_path, *run, *overrides) == 0, said.read_text()
+        assert call(tmp_path, *command) == 0, path.read_text()
+    overrides = [word for override in SHORT for word in ("-o", override)]
+    assert call(tmp_path, *run, *overrides) == 0, path.read_text()
     assert steps(tmp_path, name) == [0, 1]
-    assert call(tmp_path, *audit) == 0, said.read_text()
+    assert call(tmp_path, *audit) == 0, path.read_text()
     assert_clean(tmp_path, name)
-    joined = [one for one in facts(tmp_path, name) if isinstance(one, WorkerJoined)]
-    assert joined and all(package in one.packages for one in joined)
-    assert call(tmp_path, "replay", name) == 0, said.read_text()
+    joined = [fact for fact in facts(tmp_path, name) if isinstance(fact, WorkerJoined)]
+    assert joined and all(package in worker.packages for worker in joined)
+    assert call(tmp_path, "replay", name) == 0, path.read_text()

@@ -70,9 +70,9 @@ def running(place: Path, broker: KafkaBroker, disk: SmallDisk) -> Iterator[subpr
         running.wait()
 
 
-def said(place: Path) -> str:
+def said(path: Path) -> str:
     """All that commands have said so far."""
-    return (place / "said").read_text() if (place / "said").exists() else ""
+    return (path / "said").read_text() if (path / "said").exists() else ""
 
 
 def test_run_goes_on_by_itself_when_its_broker_has_room_again(
@@ -112,10 +112,10 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     assert_clean(place, RUN)
 
 
-def _answers(place: Path) -> Callable[[], bool]:
+def _answers(path: Path) -> Callable[[], bool]:
     def answers() -> bool:
         with suppress(BusError):
-            return bool(steps(place, RUN))
+            return bool(steps(path, RUN))
         return False
 
     return answers

@@ -29,14 +29,14 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def place(tmp_path: Path, disk: SmallDisk) -> Path:
-    place = furnish(tmp_path / "user")
+    directory = furnish(tmp_path / "user")
     (disk.path / "runs").mkdir()
-    (place / "runs").symlink_to(disk.path / "runs")
-    return place
+    (directory / "runs").symlink_to(disk.path / "runs")
+    return directory
 
 
-def _said(place: Path) -> str:
-    return (place / "said").read_text() if (place / "said").exists() else ""
+def _said(path: Path) -> str:
+    return (path / "said").read_text() if (path / "said").exists() else ""
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
     assert_clean(place, RUN)
 
 
-def _output(place: Path, *words: str) -> bytes:
-    at = len(_said(place))
-    assert call(place, *words) == 0, _said(place)
-    return _said(place)[at:].encode()
+def _output(path: Path, *words: str) -> bytes:
+    position = len(_said(path))
+    assert call(path, *words) == 0, _said(path)
+    return _said(path)[position:].encode()

@@ -21,34 +21,42 @@ LORA = ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2"]
 
 
 def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) -> None:
-    place = furnish(tmp_path)
+    directory = furnish(tmp_path)
     words = [*LORA, "-o", "policies.dtype=bfloat16", "-o", "run.steps=8"]
-    running = start(place, "run", "config.toml", *words)
-    until(lambda: b"step    2 " in (place / "said").read_bytes())
+    running = start(directory, "run", "config.toml", *words)
+    until(lambda: b"step    2 " in (directory / "said").read_bytes())
     running.send_signal(signal.SIGINT)
     assert running.wait(WAIT_S) == 130
-    resumed = call(place, "run", "config.toml", *words, "--resume")
-    assert resumed == 0, (place / "said").read_text()
-    assert steps(place, "tiny") == list(range(8))
-    assert_clean(place, "tiny")
-    found = list(facts(place, "tiny"))
-    assert {one.max_resident_versions for one in found if isinstance(one, WorkerJoined)} == {4}
-    ready = {one.version for one in found if isinstance(one, WorkerReady)}
+    resumed = call(directory, "run", "config.toml", *words, "--resume")
+    assert resumed == 0, (directory / "said").read_text()
+    assert steps(directory, "tiny") == list(range(8))
+    assert_clean(directory, "tiny")
+    actual_facts = list(facts(directory, "tiny"))
+    assert {
+        event.max_resident_versions for event in actual_facts if isinstance(event, WorkerJoined)
+    } == {4}
+    ready = {event.version for event in actual_facts if isinstance(event, WorkerReady)}
     assert len(ready) > 4
     # A step that had no gradient at the start has no adapter either: its policy is the base.
-    (base_bytes,) = {one.policy.bytes for one in found if isinstance(one, RunStarted)}
-    sizes = {one.policy.bytes for one in found if isinstance(one, StepCommitted)} - {base_bytes}
-    assert {one.policy.dtype for one in found if isinstance(one, StepCommitted)} == {"bfloat16"}
+    (base_bytes,) = {event.policy.bytes for event in actual_facts if isinstance(event, RunStarted)}
+    sizes = {event.policy.bytes for event in actual_facts if isinstance(event, StepCommitted)} - {
+        base_bytes
+    }
+    assert {event.policy.dtype for event in actual_facts if isinstance(event, StepCommitted)} == {
+        "bfloat16"
+    }
     assert len(sizes) == 1, "every adapter is as large as the others"
-    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
-    assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
+    assert call(directory, "replay", "tiny") == 0, (directory / "said").read_text()
+    assert call(directory, "replay", "tiny", "--random", "12") == 0, (
+        directory / "said"
+    ).read_text()
 
-    assert call(place, "export", "policy", "tiny", "8", "trained") == 0
-    assert call(place, "export", "policy", "tiny", "0", "first") == 0
+    assert call(directory, "export", "policy", "tiny", "8", "trained") == 0
+    assert call(directory, "export", "policy", "tiny", "0", "first") == 0
     from transformers import AutoModelForCausalLM
 
-    base: Any = AutoModelForCausalLM.from_pretrained(place / "first")
-    trained: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
+    base: Any = AutoModelForCausalLM.from_pretrained(directory / "first")
+    trained: Any = AutoModelForCausalLM.from_pretrained(directory / "trained")
     differing = {
         name.rpartition(".")[0].rpartition(".")[2]
         for name, tensor in base.state_dict().items()
@@ -63,8 +71,8 @@ def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) ->
         "up_proj",
         "down_proj",
     }
-    assert json.loads((place / "trained" / FOLDER / CONFIG).read_text())["r"] == 4
+    assert json.loads((directory / "trained" / FOLDER / CONFIG).read_text())["r"] == 4
 
-    went_on = call(place, "run", "config.toml", "-o", "run.name=next", "--from", "tiny@8")
-    assert went_on == 0, (place / "said").read_text()
-    assert_clean(place, "next")
+    went_on = call(directory, "run", "config.toml", "-o", "run.name=next", "--from", "tiny@8")
+    assert went_on == 0, (directory / "said").read_text()
+    assert_clean(directory, "next")

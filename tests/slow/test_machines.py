@@ -70,9 +70,9 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, kafka_broker: KafkaBroker) -> Iterator[Site]:
-    made = Site(tmp_path, f"kafka://{kafka_broker.bootstrap}")
-    yield made
-    made.close()
+    site = Site(tmp_path, f"kafka://{kafka_broker.bootstrap}")
+    yield site
+    site.close()
 
 
 def lose(process: subprocess.Popen[bytes]) -> None:
@@ -94,7 +94,8 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
     lose(w0)
     w2 = site.start("f", "worker", "--name", "w2")
     codes = {
-        name: one.wait(WAIT_S) for name, one in zip("edcf", (second, trainer, w1, w2), strict=True)
+        name: process.wait(WAIT_S)
+        for name, process in zip("edcf", (second, trainer, w1, w2), strict=True)
     }
     assert codes == dict.fromkeys("edcf", 0), "\n".join(map(site.said, "edcf"))
 

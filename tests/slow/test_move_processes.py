@@ -37,14 +37,18 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
             until(lambda: bool(asked_away(place)))
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
-    released = [one for one in of(place, RequestReleased) if one.worker == DRAINED]
-    with_cache = [one for one in released if one.kv is not None]
+    released = [entry for entry in of(place, RequestReleased) if entry.worker == DRAINED]
+    with_cache = [release for release in released if release.kv is not None]
     assert with_cache, released
-    found = trajectories(place)
-    imported = [one for one in with_cache if found[one.trajectory].meta.migrations]
+    actual_trajectories = trajectories(place)
+    imported = [
+        release for release in with_cache if actual_trajectories[release.trajectory].meta.migrations
+    ]
     assert len(imported) == len(with_cache)
-    assert {found[one.trajectory].meta.worker for one in imported}.isdisjoint({DRAINED})
-    names = [one.trajectory for one in imported[:4]]
+    assert {actual_trajectories[release.trajectory].meta.worker for release in imported}.isdisjoint(
+        {DRAINED}
+    )
+    names = [release.trajectory for release in imported[:4]]
     assert call(place, "replay", "tiny", *names) == 0, (place / "said").read_text()
     assert not (place / "runs/tiny/handover").exists()
 
@@ -58,10 +62,14 @@ def test_source_that_is_killed_before_it_lets_go_leaves_its_progress(place: Path
         asked = asked_away(place)
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
-    assert not any(one.trajectory in asked for one in of(place, RequestReleased))
-    found = trajectories(place)
-    assert asked <= found.keys()
-    gone_on = [found[name] for name in asked if len(found[name].meta.prefills) > 1]
+    assert not any(entry.trajectory in asked for entry in of(place, RequestReleased))
+    actual_trajectories = trajectories(place)
+    assert asked <= actual_trajectories.keys()
+    gone_on = [
+        actual_trajectories[name]
+        for name in asked
+        if len(actual_trajectories[name].meta.prefills) > 1
+    ]
     assert gone_on, "none of them had a progress record"
-    assert {one.segments[1].worker for one in gone_on} == {DRAINED}
-    assert all(one.meta.attempt > 1 for one in gone_on)
+    assert {trajectory.segments[1].worker for trajectory in gone_on} == {DRAINED}
+    assert all(trajectory.meta.attempt > 1 for trajectory in gone_on)

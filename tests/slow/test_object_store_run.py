@@ -16,12 +16,14 @@ pytestmark = pytest.mark.slow
 def test_a_run_with_an_object_store_trains_and_replays(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    place = furnish(tmp_path)
-    with (place / "config.toml").open("a") as file:
+    directory = furnish(tmp_path)
+    with (directory / "config.toml").open("a") as file:
         file.write(f'[store]\nurl = "{s3_address(request)}"\n')
-    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    assert steps(place, "tiny") == [0, 1, 2]
-    logs = "".join(path.read_text() for path in (place / "runs" / "tiny" / "logs").glob("*.log"))
+    assert call(directory, "run", "config.toml") == 0, (directory / "said").read_text()
+    assert steps(directory, "tiny") == [0, 1, 2]
+    logs = "".join(
+        path.read_text() for path in (directory / "runs" / "tiny" / "logs").glob("*.log")
+    )
     assert "Traceback" not in logs
-    assert answer(place, "replay", "tiny").returncode == 0
-    assert_clean(place, "tiny")
+    assert answer(directory, "replay", "tiny").returncode == 0
+    assert_clean(directory, "tiny")

@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.pure]
 LIMIT_S = 600
 
 
-def study(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def study(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`bench offpolicy` with two steps a cell."""
     own = ("--quick", "--steps", "2", "--out", "study", "--etas", "0,2")
-    return bench(place, "offpolicy", *own, *words, wait_s=LIMIT_S)
+    return bench(path, "offpolicy", *own, *words, wait_s=LIMIT_S)
 
 
-def rows(place: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (place / "study" / CELLS).read_text().splitlines()]
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (path / "study" / CELLS).read_text().splitlines()]
 
 
 def test_a_study_is_measured_and_taken_up_where_it_was_stopped(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "own_agent").symlink_to(EXAMPLE)
     warm = f"model.path={tmp_path / 'build' / 'own-agent' / 'warm'}"
-    short = [word for one in (*SHORT, warm) for word in ("-o", one)]
+    short = [word for override in (*SHORT, warm) for word in ("-o", override)]
     model = f"model.path={tmp_path / 'build' / 'own-agent' / 'model'}"
     sft = [model if word.startswith("model.path=") else word for word in sft]
     sft[sft.index("--steps") + 1] = "8"
     for words in (init, sft, [*run, *short], evaluated, audit, replay, show):
         assert call(tmp_path, *words) == 0, (tmp_path / "said").read_text()
     assert_clean(tmp_path, "own-agent")
-    said = (tmp_path / "said").read_text()
-    assert "8 of 8 trajectories bit-equal" in said
-    assert "call 0 by " in said
+    text = (tmp_path / "said").read_text()
+    assert "8 of 8 trajectories bit-equal" in text
+    assert "call 0 by " in text

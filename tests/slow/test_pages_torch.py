@@ -39,17 +39,17 @@ def within(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = furnish(tmp_path_factory.mktemp("pages"))
-    (place / "new.py").write_text((place / "judge.py").read_text())
+    directory = furnish(tmp_path_factory.mktemp("pages"))
+    (directory / "new.py").write_text((directory / "judge.py").read_text())
     short = (
         "run.name=recorded",
         f"run.steps={STEPS}",
         "evaluation.every=1",
         "evaluation.best=true",
     )
-    overrides = [word for one in short for word in ("-o", one)]
-    assert call(place, "run", "config.toml", *overrides) == 0, (place / "said").read_text()
-    return place
+    overrides = [word for override in short for word in ("-o", override)]
+    assert call(directory, "run", "config.toml", *overrides) == 0, (directory / "said").read_text()
+    return directory
 
 
 @pytest.mark.parametrize("words", sorted({*commands()}), ids=" ".join)

@@ -31,33 +31,33 @@ EVERY_S = 1.5
 """Between two things that happen to workers."""
 
 
-def run_with(place: Path, paradigm: str, *overrides: str) -> subprocess.Popen[bytes]:
+def run_with(path: Path, paradigm: str, *overrides: str) -> subprocess.Popen[bytes]:
     words = [word for override in (*PARADIGMS[paradigm], *overrides) for word in ("-o", override)]
-    return start(place, "run", "config.toml", *words)
+    return start(path, "run", "config.toml", *words)
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_every_paradigm_ends_clean_and_is_replayed(tmp_path: Path, paradigm: str) -> None:
-    place = furnish(tmp_path)
-    process = run_with(place, paradigm, "run.steps=6", "evaluation.every=2")
+    directory = furnish(tmp_path)
+    process = run_with(directory, paradigm, "run.steps=6", "evaluation.every=2")
     assert process.wait(200) == 0
-    assert steps(place, "tiny") == list(range(6))
-    assert_clean(place, "tiny")
-    assert call(place, "replay", "tiny", "--random", "20") == 0
+    assert steps(directory, "tiny") == list(range(6))
+    assert_clean(directory, "tiny")
+    assert call(directory, "replay", "tiny", "--random", "20") == 0
 
 
-def living(place: Path) -> dict[str, int]:
+def living(path: Path) -> dict[str, int]:
     """Workers that have joined and not said that they leave, by name: the newest process of each.
 
     One that was killed is among them until its supervisor has started it again.
     """
-    found: dict[str, int] = {}
-    for fact in facts(place, "tiny"):
+    results: dict[str, int] = {}
+    for fact in facts(path, "tiny"):
         if isinstance(fact, WorkerJoined):
-            found[fact.worker] = fact.pid
+            results[fact.worker] = fact.pid
         elif isinstance(fact, WorkerLeft):
-            found.pop(fact.worker, None)
-    return found
+            results.pop(fact.worker, None)
+    return results
 
 
 def names() -> Iterator[str]:
@@ -68,24 +68,30 @@ def names() -> Iterator[str]:
 
 
 def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(tmp_path: Path) -> None:
-    place, chance, fresh = furnish(tmp_path), random.Random(5), names()
+    directory, chance, fresh = furnish(tmp_path), random.Random(5), names()
     hardy = ("timing.max_restarts=200", "rollout.max_attempts=50", "timing.lease_s=2.0")
-    process = run_with(place, "partial_rollout", "run.steps=60", "sampling.max_tokens=40", *hardy)
-    log = place / "runs" / "tiny" / "log.sqlite"
-    until(lambda: log.exists() and any(isinstance(one, RunStarted) for one in facts(place, "tiny")))
-    until(lambda: len(living(place)) == 2)
-    others: dict[str, subprocess.Popen[bytes]] = {}
+    process = run_with(
+        directory, "partial_rollout", "run.steps=60", "sampling.max_tokens=40", *hardy
+    )
+    log = directory / "runs" / "tiny" / "log.sqlite"
+    until(
+        lambda: (
+            log.exists() and any(isinstance(fact, RunStarted) for fact in facts(directory, "tiny"))
+        )
+    )
+    until(lambda: len(living(directory)) == 2)
+    rest: dict[str, subprocess.Popen[bytes]] = {}
     done = {"died": 0, "drained": 0, "joined": 0}
     while process.poll() is None:
-        there = living(place)
-        mine = [name for name in others if name in there]
+        there = living(directory)
+        mine = [name for name in rest if name in there]
         what = chance.choice(["died", "drained", "joined", "joined"])
         if what == "joined" and len(mine) < 3:
             name = next(fresh)
-            others[name] = start(place, "worker", "config.toml", "--name", name)
+            rest[name] = start(directory, "worker", "config.toml", "--name", name)
             done[what] += 1
         elif what == "drained" and mine:
-            if call(place, "control", "drain", "tiny", chance.choice(mine)) != 0:
+            if call(directory, "control", "drain", "tiny", chance.choice(mine)) != 0:
                 assert process.wait(timeout=120) == 0, "only a run that is over refuses commands"
                 break
             done[what] += 1
@@ -96,12 +102,12 @@ def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(tmp_p
                 continue  # it had died already, and has not joined again yet
             done[what] += 1
         _pause(process)
-    assert process.returncode == 0, (place / "said").read_text()[-2000:]
-    for one in others.values():
-        one.wait(60)
+    assert process.returncode == 0, (directory / "said").read_text()[-2000:]
+    for other in rest.values():
+        other.wait(60)
     assert min(done.values()) >= 2, json.dumps(done)
-    assert steps(place, "tiny") == list(range(60))
-    assert_clean(place, "tiny")
+    assert steps(directory, "tiny") == list(range(60))
+    assert_clean(directory, "tiny")
 
 
 def _pause(process: subprocess.Popen[bytes]) -> None:

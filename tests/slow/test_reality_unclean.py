@@ -79,12 +79,12 @@ def until_led(cluster: KafkaCluster, topic: str, partition: int, *, force: bool 
 def test_a_run_whose_log_was_cut_ends_with_one_line(tmp_path: Path, cluster: KafkaCluster) -> None:
     pytest.importorskip("torch")
     (tmp_path / "user").mkdir()
-    place = furnish(tmp_path / "user")
-    config = place / "config.toml"
+    directory = furnish(tmp_path / "user")
+    config = directory / "config.toml"
     config.write_text(f'{config.read_text()}[bus]\nurl = "kafka://{cluster.bootstrap}"\n')
-    run = start(place, "run", "config.toml", "-o", "run.steps=400")
-    until(lambda: "step" in (place / "said").read_text())
-    until(lambda: len(steps(place, "tiny")) >= 2)
+    run = start(directory, "run", "config.toml", "-o", "run.steps=400")
+    until(lambda: "step" in (directory / "said").read_text())
+    until(lambda: len(steps(directory, "tiny")) >= 2)
     bus = KafkaBus(cluster.bootstrap.split(","))
     topics = Topics("tiny")
     parts = [
@@ -95,16 +95,16 @@ def test_a_run_whose_log_was_cut_ends_with_one_line(tmp_path: Path, cluster: Kaf
     bus.close()
 
     def meanwhile() -> None:
-        before = len(steps(place, "tiny"))
-        until(lambda: len(steps(place, "tiny")) >= before + 2)
+        before = len(steps(directory, "tiny"))
+        until(lambda: len(steps(directory, "tiny")) >= before + 2)
 
     try:
         force_another_log(cluster, parts, meanwhile)
         code = run.wait(WAIT_S)
     finally:
         run.kill()
-    said = (place / "said").read_text()
-    assert code == GONE_CODE, said
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, said
+    text = (directory / "said").read_text()
+    assert code == GONE_CODE, text
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, text
     assert any(word in errors[0] for word in ("ends", "comes after", "gone", "chain")), errors

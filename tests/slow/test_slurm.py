@@ -24,9 +24,9 @@ LIMIT_S = 300.0
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[SlurmJob]:
-    made = SlurmJob(tmp_path, WORKERS_PER_NODE="2")
-    yield made
-    assert not made.processes(), "a job leaves nobody behind"
+    job = SlurmJob(tmp_path, WORKERS_PER_NODE="2")
+    yield job
+    assert not job.processes(), "a job leaves nobody behind"
 
 
 def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: SlurmJob) -> None:
@@ -36,7 +36,9 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
     with job.submitted("-o", "run.steps=12") as first:
         until(lambda: (job.scratch / "kafka.log").exists() and len(workers()) == 2)
         until(
-            lambda: len([one for one in facts_of(job.url) if isinstance(one, StepCommitted)]) >= 2
+            lambda: (
+                len([event for event in facts_of(job.url) if isinstance(event, StepCommitted)]) >= 2
+            )
         )
         killed = workers()[0]
         os.kill(killed, signal.SIGKILL)
@@ -50,11 +52,11 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
     with KafkaBroker(job.scratch / "kafka", port=job.port), opened(job.url) as run:
         report = audit(run.bus, run.topics, job.folder / "store")
         assert not report.violations_total, report
-        found = facts_of(job.url)
-    steps = [one.step for one in found if isinstance(one, StepCommitted)]
+        facts = facts_of(job.url)
+    steps = [event.step for event in facts if isinstance(event, StepCommitted)]
     assert steps == [*range(12)]
     names = {f"{NODES[1]}-{local}".replace(".", "-") for local in (0, 1)}
-    assert {one.worker for one in found if isinstance(one, WorkerJoined)} == names
+    assert {event.worker for event in facts if isinstance(event, WorkerJoined)} == names
 
 
 def test_a_wrong_configuration_ends_the_job_with_its_line_and_code(job: SlurmJob) -> None:
@@ -64,7 +66,7 @@ def test_a_wrong_configuration_ends_the_job_with_its_line_and_code(job: SlurmJob
 
 
 def test_a_job_without_a_node_for_workers_is_refused(tmp_path: Path) -> None:
-    made = SlurmJob(tmp_path, TRAINER_NODES="2")
-    with made.submitted() as ended:
+    job = SlurmJob(tmp_path, TRAINER_NODES="2")
+    with job.submitted() as ended:
         assert ended.wait(LIMIT_S) == 2
-    assert "none is left for workers" in made.said()
+    assert "none is left for workers" in job.said()

@@ -17,39 +17,39 @@ from tests.support.user_run import assert_clean, call, furnish, start, steps, un
 pytestmark = pytest.mark.slow
 
 
-def _rebuilt(place: Path) -> list[Span]:
-    with opened(str(place / "runs" / "tiny")) as run:
+def _rebuilt(path: Path) -> list[Span]:
+    with opened(str(path / "runs" / "tiny")) as run:
         assert check_traces(run.bus, run.topics) == 3 * 2 * 4
         return traces_of(run.bus, run.topics)
 
 
 def test_live_traces_are_those_that_are_rebuilt(tmp_path: Path) -> None:
-    place = furnish(tmp_path)
+    directory = furnish(tmp_path)
     with OtlpEndpoint() as endpoint:
-        wanted = ("-o", f"telemetry.traces={endpoint.address}")
-        assert call(place, "run", "config.toml", *wanted) == 0
+        expected = ("-o", f"telemetry.traces={endpoint.address}")
+        assert call(directory, "run", "config.toml", *expected) == 0
         live = endpoint.spans
-    assert_clean(place, "tiny")
-    told = [(one.trace_id, one.span_id, one.start_ns, one.end_ns) for one in live]
-    assert told == [
-        (one.trace_id, one.span_id, one.start_ns, one.end_ns) for one in _rebuilt(place)
+    assert_clean(directory, "tiny")
+    replies = [(span.trace_id, span.span_id, span.start_ns, span.end_ns) for span in live]
+    assert replies == [
+        (span.trace_id, span.span_id, span.start_ns, span.end_ns) for span in _rebuilt(directory)
     ]
 
 
 def test_run_goes_on_without_an_endpoint_and_without_its_follower(tmp_path: Path) -> None:
     """The follower is killed more often than it is started again; the run does not care."""
-    place = furnish(tmp_path)
-    wanted = ("telemetry.traces=http://127.0.0.1:9", "timing.max_restarts=0")
-    words = [word for one in wanted for word in ("-o", one)]
-    run = start(place, "run", "config.toml", *words)
-    said = place / "said"
-    pids = place / "runs" / "tiny" / "logs" / "traces.log"
+    directory = furnish(tmp_path)
+    expected = ("telemetry.traces=http://127.0.0.1:9", "timing.max_restarts=0")
+    words = [word for override in expected for word in ("-o", override)]
+    run = start(directory, "run", "config.toml", *words)
+    path = directory / "said"
+    pids = directory / "runs" / "tiny" / "logs" / "traces.log"
     until(pids.exists)
     os.kill(_follower(run.pid), signal.SIGKILL)
     assert run.wait(120) == 0
-    assert "traces was killed (SIGKILL); the run continues without it" in said.read_text()
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert len(_rebuilt(place)) > 0
+    assert "traces was killed (SIGKILL); the run continues without it" in path.read_text()
+    assert steps(directory, "tiny") == [0, 1, 2]
+    assert len(_rebuilt(directory)) > 0
 
 
 def _follower(supervisor: int) -> int:

@@ -73,10 +73,10 @@ class Site:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, role: str, *words: str, name: str = "") -> None:
-        place = self.folder / (name or role)
-        place.mkdir()
+        location = self.folder / (name or role)
+        location.mkdir()
         named = ("--name", name) if name else ()
-        self.running[name or role] = start(place, role, str(self.config), *named, *words)
+        self.running[name or role] = start(location, role, str(self.config), *named, *words)
 
     def said(self, machine: str) -> str:
         return (self.folder / machine / "said").read_text()
@@ -86,13 +86,17 @@ class Site:
 
     def facts(self) -> list[object]:
         """The control records so far."""
-        return [decode_control(one) for one in self._values(TOPICS.control)]
+        return [decode_control(value) for value in self._values(TOPICS.control)]
 
     def samples(self) -> bool:
         """Whether the worker that will be drained is in the middle of requests."""
-        statuses = [decode_metrics(one) for one in self._values(TOPICS.metrics)]
-        said = [one for one in statuses if isinstance(one, WorkerStatus) and one.worker == DRAINED]
-        last = reduce(merged, said, None)
+        statuses = [decode_metrics(value) for value in self._values(TOPICS.metrics)]
+        texts = [
+            status
+            for status in statuses
+            if isinstance(status, WorkerStatus) and status.worker == DRAINED
+        ]
+        last = reduce(merged, texts, None)
         return last is not None and last.version > 0 and last.active > 1 and bool(last.progress)
 
     def _values(self, topic: str) -> list[bytes]:
@@ -102,15 +106,15 @@ class Site:
             if topic not in bus.topics():
                 return []
             tp = TopicPartition(topic, 0)
-            return [one.value for one in records_of(bus, {tp: bus.end(tp)})]
+            return [record.value for record in records_of(bus, {tp: bus.end(tp)})]
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    made = Site(tmp_path)
-    yield made
-    for process in made.running.values():
+    site = Site(tmp_path)
+    yield site
+    for process in site.running.values():
         process.kill()
         process.wait()
 
@@ -128,10 +132,10 @@ def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
     assert set(codes.values()) == {0}, {name: site.said(name) for name in codes}
 
     facts = site.facts()
-    assert len([one for one in facts if isinstance(one, StepCommitted)]) == 4
-    assert len([one for one in facts if isinstance(one, WorkerJoined)]) == 3
-    released = [one for one in facts if isinstance(one, RequestReleased) and one.kv is not None]
-    peers = {one.kv.peer for one in released if one.kv is not None}
+    assert len([fact for fact in facts if isinstance(fact, StepCommitted)]) == 4
+    assert len([fact for fact in facts if isinstance(fact, WorkerJoined)]) == 3
+    released = [fact for fact in facts if isinstance(fact, RequestReleased) and fact.kv is not None]
+    peers = {release.kv.peer for release in released if release.kv is not None}
     assert len(peers) >= 1 and all(peer.startswith("grpc://127.0.0.1:") for peer in peers)
 
     counted = "".join(site.said(name) for name in ("w0", "w2"))
@@ -139,7 +143,7 @@ def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
     came = [line for line in counted.splitlines() if " came from grpc://" in line]
     assert came, "no worker got weights from a peer"
     assert all(TOKEN not in site.said(name) for name in codes)
-    moved = sorted({one.trajectory for one in released})[:3]
+    moved = sorted({release.trajectory for release in released})[:3]
     prove(site, moved)
 
 

@@ -43,8 +43,8 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium.browser(tmp_path_factory.mktemp("chromium")) as found:
-        yield found
+    with chromium.browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
     yield
     assert page.problems == []
     own = ("http://127.0.0.1:", "file:///", "data:", "about:")
-    assert [one for one in page.requested if not one.startswith(own)] == []
+    assert [entry for entry in page.requested if not entry.startswith(own)] == []
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def _worker(recorded: RecordedRun, *, redact: bool = False) -> QueryWorker:
 
 @pytest.fixture(scope="module")
 def address(recorded: RecordedRun) -> Iterator[str]:
-    with closing(_worker(recorded)) as worker, served(worker) as found:
-        yield found
+    with closing(_worker(recorded)) as worker, served(worker) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,12 @@ def test_lists_are_filtered_by_form_and_by_address(
     page: Page, request: pytest.FixtureRequest, kind: str
 ) -> None:
     page.open(request.getfixturevalue(kind) + "#/trajectories")
-    whole = page.text("#range")
+    full = page.text("#range")
     page.run("document.querySelector('#f-outcome').value = 'trained'")
     page.run("document.querySelector('#f-tokens_min').value = '20'")
     page.click(".filters button")
     assert "outcome=trained" in page.run("location.hash")
-    assert page.text("#range") not in ("", whole)
+    assert page.text("#range") not in ("", full)
     assert "outcome trained" in page.text(".same")
     page.run("document.querySelector('#goto').value = '4'")
     page.run("document.querySelector('.goto').requestSubmit()")
@@ -152,17 +152,17 @@ def test_every_page_can_be_used_by_all(
 ) -> None:
     page.size(width, 900)
     page.open(request.getfixturevalue(kind))
-    for place in (*PLACES, "group", "trajectory"):
-        if place in ("group", "trajectory"):
+    for location in (*PLACES, "group", "trajectory"):
+        if location in ("group", "trajectory"):
             page.go("#/trajectories?outcome=trained&sort=-tokens")
             page.click("td a[href^='#/trajectory/']")
-            if place == "group":
+            if location == "group":
                 page.click(".lineage a[href^='#/group/']")
         else:
-            page.go(place)
+            page.go(location)
         page.until("!document.body.innerText.includes('Reading records.')")
-        assert page.text("h1") not in ("", "Not found"), place
-        assert unusable(page, width) == {}, place
+        assert page.text("h1") not in ("", "Not found"), location
+        assert unusable(page, width) == {}, location
         assert page.run("document.querySelectorAll('h1').length") == 1
         assert page.run("document.querySelectorAll('main, header').length") == 2
 

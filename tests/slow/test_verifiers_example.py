@@ -31,12 +31,12 @@ WAIT_S = 600.0
 """For one command: every rollout is a Python process that imports much."""
 
 
-def call(place: Path, *words: str) -> int:
-    return start(place, *words).wait(WAIT_S)
+def call(path: Path, *words: str) -> int:
+    return start(path, *words).wait(WAIT_S)
 
 
 def overrides(*keys: str) -> list[str]:
-    return [word for one in (f"task.python={PYTHON}", *keys) for word in ("-o", one)]
+    return [word for override in (f"task.python={PYTHON}", *keys) for word in ("-o", override)]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, warmed up until it calls the tool."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-verifiers")
-    place = tmp_path_factory.mktemp("verifiers")
-    return warm_example(place, "verifiers", [f"task.python={PYTHON}"], steps=40)
+    directory = tmp_path_factory.mktemp("verifiers")
+    return warm_example(directory, "verifiers", [f"task.python={PYTHON}"], steps=40)
 
 
 @pytest.mark.parametrize(("taskset", "part"), [("tool_sums", "calls"), ("sums", "exact")])
@@ -66,30 +66,30 @@ def test_an_environment_of_verifiers_is_what_is_trained(
         assert call(tmp_path, *words) == 0, (tmp_path / "said").read_text()
     assert_clean(tmp_path, "it")
     assert "2 of 2 trajectories bit-equal" in (tmp_path / "said").read_text()
-    joined = [one for one in facts(tmp_path, "it") if isinstance(one, WorkerJoined)]
+    joined = [fact for fact in facts(tmp_path, "it") if isinstance(fact, WorkerJoined)]
     assert {"verifiers", taskset.replace("_", "-")} <= joined[0].packages.keys()
     (tmp_path / "said").unlink()
     query = "select reward, reward_parts from trajectories"
     assert call(tmp_path, "sql", "it", query, "--json") == 0
     rows = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-    assert rows and all(one["reward"] is not None and part in one["reward_parts"] for one in rows)
+    assert rows and all(row["reward"] is not None and part in row["reward_parts"] for row in rows)
     (tmp_path / "said").unlink()
     assert call(tmp_path, "sql", "it", CALLS, "--json") == 0
     calls = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
-    assert {one["api"] for one in calls} == {"chat"}
-    turns = Counter(one["trajectory_id"] for one in calls)
+    assert {call["api"] for call in calls} == {"chat"}
+    turns = Counter(call["trajectory_id"] for call in calls)
     assert (max(turns.values()) > 1) == (taskset == "tool_sums")
     assert not _left(tmp_path)
 
 
-def _left(place: Path) -> list[str]:
-    found = []
+def _left(path: Path) -> list[str]:
+    results = []
     for entry in Path("/proc").iterdir() if os.name == "posix" else ():
         try:
             words = (entry / "cmdline").read_bytes()
             environment = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if b"calculator_server" in words and str(place).encode() in environment:
-            found.append(words.decode())
-    return found
+        if b"calculator_server" in words and str(path).encode() in environment:
+            results.append(words.decode())
+    return results

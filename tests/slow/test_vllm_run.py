@@ -36,9 +36,9 @@ ROUTED_MAX = {"float32": 1e-5, "bfloat16": MODEL_DISTANCE["bfloat16"]}
 """The same where tokens go through the same experts."""
 
 
-def call(place: Path, *words: str) -> int:
+def call(path: Path, *words: str) -> int:
     """Exit code of a command in the user's folder."""
-    return start(place, *words).wait(WAIT_S)
+    return start(path, *words).wait(WAIT_S)
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def _server_of(worker: int) -> int:
 
 
 def _key_of(server: int) -> str:
-    wanted = f"{KEY_VARIABLE}=".encode()
+    expected = f"{KEY_VARIABLE}=".encode()
     lines = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    (key,) = (line.removeprefix(wanted) for line in lines if line.startswith(wanted))
+    (key,) = (line.removeprefix(expected) for line in lines if line.startswith(expected))
     return key.decode()
 
 
@@ -82,25 +82,25 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     other = start(place, "worker", *words, "--name", "b")
     until_joined(place, {"b": other})
     trainer = start(place, "trainer", *words)
-    said = place / "said"
+    text = place / "said"
     until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
     server = _server_of(served.pid)
     key = _key_of(server)
     processes = family(server)
     assert len(processes) >= 1 + ranks
     os.kill(server, signal.SIGKILL)
-    assert served.wait(WAIT_S) == 7, said.read_text()
+    assert served.wait(WAIT_S) == 7, text.read_text()
     assert not any(_alive(pid) for pid in processes)
-    ends = [one.wait(WAIT_S) for one in (orchestrator, other, trainer)]
-    assert ends == [0, 0, 0], said.read_text()
-    assert "vLLM's server ended by SIGKILL" in said.read_text()
+    ends = [process.wait(WAIT_S) for process in (orchestrator, other, trainer)]
+    assert ends == [0, 0, 0], text.read_text()
+    assert "vLLM's server ended by SIGKILL" in text.read_text()
     assert steps(place, "tiny") == list(range(STEPS))
     assert_clean(place, "tiny")
     assert start(place, "audit", "tiny").wait(WAIT_S) == 0
-    assert "vllm 0." in said.read_text()
+    assert "vllm 0." in text.read_text()
     with opened("tiny", place / "runs") as run:
         report = audit(run.bus, run.topics, run.store)
-    by_engine = {one.engine: one.trajectories for one in report.engines}
+    by_engine = {engine.engine: engine.trajectories for engine in report.engines}
     assert min(by_engine[name] for name in ("vllm", "torch")) > 0
     assert sum(by_engine.values()) == report.standings["bound"]
     assert len(key) > 32
@@ -130,21 +130,26 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
     trainer = start(place, "trainer", *words)
     until(lambda: samples(place), WAIT_S)
     drain(place)
-    until(lambda: any(one.meta.migrations for one in trajectories(place).values()), WAIT_S)
+    until(
+        lambda: any(trajectory.meta.migrations for trajectory in trajectories(place).values()),
+        WAIT_S,
+    )
     os.kill(_server_of(served[0].pid), signal.SIGKILL)
-    said = place / "said"
-    assert served[0].wait(WAIT_S) == 7, said.read_text()
+    text = place / "said"
+    assert served[0].wait(WAIT_S) == 7, text.read_text()
     late = start(place, "worker", *words, "--name", "late", "--engine", "torch")
-    ends = [one.wait(WAIT_S) for one in (orchestrator, served[1], late, trainer)]
-    assert ends == [0] * 4, said.read_text()
+    ends = [process.wait(WAIT_S) for process in (orchestrator, served[1], late, trainer)]
+    assert ends == [0] * 4, text.read_text()
     assert_clean(place, "tiny")
-    released = {one.trajectory for one in of(place, RequestReleased) if one.kv is not None}
-    moved = [one for one in trajectories(place).values() if one.meta.migrations]
-    assert moved and {one.trajectory for one in moved} <= released
-    for one in moved:
-        first, second = [part for part in one.segments if part.kind == "model"][:2]
+    released = {entry.trajectory for entry in of(place, RequestReleased) if entry.kv is not None}
+    moved = [
+        trajectory for trajectory in trajectories(place).values() if trajectory.meta.migrations
+    ]
+    assert moved and {entry.trajectory for entry in moved} <= released
+    for trajectory in moved:
+        first, second = [part for part in trajectory.segments if part.kind == "model"][:2]
         assert (first.worker, second.worker) == (DRAINED, "w0")
-        assert second.start not in one.meta.prefills
+        assert second.start not in trajectory.meta.prefills
 
 
 def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
@@ -177,17 +182,21 @@ def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place
     running.append(start(place, "trainer", *words))
     until(lambda: samples(place), WAIT_S)
     drain(place)
-    assert [one.wait(WAIT_S) for one in running] == [0] * len(running), (place / "said").read_text()
+    assert [process.wait(WAIT_S) for process in running] == [0] * len(running), (
+        place / "said"
+    ).read_text()
     assert_clean(place, "tiny")
     assert joined(place) == {"w0": "torch", DRAINED: "vllm"}
-    released = [one for one in of(place, RequestReleased) if one.worker == DRAINED]
-    found = trajectories(place)
-    gone = [found[one.trajectory] for one in released if one.kv is not None]
-    assert gone, released
-    for one in gone:
-        first, second = (part for part in one.segments if part.kind == "model")
+    released = [entry for entry in of(place, RequestReleased) if entry.worker == DRAINED]
+    actual_trajectories = trajectories(place)
+    removed = [
+        actual_trajectories[release.trajectory] for release in released if release.kv is not None
+    ]
+    assert removed, released
+    for trajectory in removed:
+        first, second = (part for part in trajectory.segments if part.kind == "model")
         assert (first.worker, second.worker) == (DRAINED, "w0")
-        assert one.meta.migrations == 0 and second.start in one.meta.prefills
+        assert trajectory.meta.migrations == 0 and second.start in trajectory.meta.prefills
 
 
 def test_colocated_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
@@ -195,11 +204,13 @@ def test_colocated_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(plac
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
-    assert {one.worker: one.colocated for one in of(place, WorkerJoined)} == {
+    assert {event.worker: event.colocated for event in of(place, WorkerJoined)} == {
         "w0": False,
         "w1": True,
     }
-    slept = [one for one in of(place, WorkerReady) if one.worker == "w1" and one.version < 0]
+    slept = [
+        entry for entry in of(place, WorkerReady) if entry.worker == "w1" and entry.version < 0
+    ]
     assert slept and call(place, "replay", "tiny") == 0, (place / "said").read_text()
 
 
@@ -211,9 +222,11 @@ def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> N
     assert joined(place) == {"w0": "vllm"}
     assert steps(place, "tiny") == list(range(6))
     assert_clean(place, "tiny")
-    found = list(facts(place, "tiny"))
-    assert {one.max_resident_versions for one in found if isinstance(one, WorkerJoined)} == {4}
-    assert len({one.version for one in found if isinstance(one, WorkerReady)}) > 4
+    actual_facts = list(facts(place, "tiny"))
+    assert {
+        event.max_resident_versions for event in actual_facts if isinstance(event, WorkerJoined)
+    } == {4}
+    assert len({event.version for event in actual_facts if isinstance(event, WorkerReady)}) > 4
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
     assert numerics(place) < NUMERICS_MAX
 
@@ -247,16 +260,20 @@ def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(place
     assert_clean(place, "tiny")
     again = read_manifest(place / "out" / "model.safetensors").digest
     assert again != read_manifest(place / "model" / "model.safetensors").digest
-    trained = [one for one in trajectories(place).values() if one.meta.purpose == "train"]
-    assert trained and all(one.routed_experts is not None for one in trained)
+    trained = [
+        trajectory
+        for trajectory in trajectories(place).values()
+        if trajectory.meta.purpose == "train"
+    ]
+    assert trained and all(entry.routed_experts is not None for entry in trained)
     assert numerics(place) < ROUTED_MAX[DTYPE]
 
 
-def numerics(place: Path) -> float:
+def numerics(path: Path) -> float:
     """The largest distance of the trainer's log-probs from vLLM's under equal weights."""
-    (place / "said").unlink()
-    assert call(place, "mismatch", "tiny", "--json") == 0
-    lines = (place / "said").read_text().splitlines()
+    (path / "said").unlink()
+    assert call(path, "mismatch", "tiny", "--json") == 0
+    lines = (path / "said").read_text().splitlines()
     (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
     return float(measured["causes"]["numerics"]["largest"])
 
@@ -266,5 +283,5 @@ def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:
     shutil.rmtree(place / "model")
     make_llama_gqa(place / "model")  # heads of 24
     assert call(place, "run", "config.toml", "-o", "workers.engine=vllm") == 9
-    said = (place / "said").read_text()
-    assert "vLLM does not support the model" in said and "heads of 24" in said
+    text = (place / "said").read_text()
+    assert "vLLM does not support the model" in text and "heads of 24" in text

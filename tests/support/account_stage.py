@@ -88,7 +88,7 @@ def place(
         spec=of or spec(),
         worker=worker,
         incarnation=incarnation,
-        samples=tuple(ScheduledSample(sample=one, attempt=attempt) for one in samples),
+        samples=tuple(ScheduledSample(sample=sample, attempt=attempt) for sample in samples),
     )
 
 
@@ -119,14 +119,14 @@ def logged(
 def taken(group: str = GROUP, *samples: int) -> TakenGroup:
     trajectories = tuple(
         TakenTrajectory(
-            trajectory=trajectory_id(group, one),
+            trajectory=trajectory_id(group, entry),
             attempt=1,
             incarnation=W0,
             partition=1,
-            offset=9 + one,
+            offset=9 + entry,
             sha256="ab" * 32,
         )
-        for one in samples or (0, 1)
+        for entry in samples or (0, 1)
     )
     return TakenGroup(group=group, version=3, deadline=5, trajectories=trajectories)
 
@@ -156,7 +156,7 @@ class AccountStage:
 
     @property
     def ended(self) -> list[GroupEnded | StepEnded]:
-        return [one for one in self.events if isinstance(one, GroupEnded | StepEnded)]
+        return [event for event in self.events if isinstance(event, GroupEnded | StepEnded)]
 
     def fact(self, fact: AnyControl) -> AccountStage:
         if isinstance(fact, RunStarted):
@@ -179,20 +179,20 @@ class AccountStage:
 
 
 def began() -> AccountStage:
-    told = AccountStage().fact(started())
+    received_fact = AccountStage().fact(started())
     trainer = role_started("trainer", 0)
-    told.fact(msgspec.structs.replace(trainer, at_ns=at(1)))
+    received_fact.fact(msgspec.structs.replace(trainer, at_ns=at(1)))
     for name in ("w0", "w1"):
         fact: WorkerJoined = joined(name)
-        told.fact(msgspec.structs.replace(fact, at_ns=at(1)))
-    return told
+        received_fact.fact(msgspec.structs.replace(fact, at_ns=at(1)))
+    return received_fact
 
 
 def whole() -> AccountStage:
     """Trajectory 1 moves from w1 to w0 and ends last; step 4 trains both."""
-    told = began()
-    told.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
-    told.decide(150, place("w1", W1, 1))
+    reply = began()
+    reply.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
+    reply.decide(150, place("w1", W1, 1))
     move = Migrate(
         reason="w1 is freed for version 4",
         trajectory=SECOND,
@@ -202,15 +202,15 @@ def whole() -> AccountStage:
         to="w0",
         to_incarnation=W0,
     )
-    told.decide(300, move)
-    told.fact(
+    reply.decide(300, move)
+    reply.fact(
         RequestReleased(at_ns=at(320), worker="w1", incarnation=W1, trajectory=SECOND, attempt=1)
     )
-    told.fact(logged(390, "w0", W0, FIRST))
-    told.decide(400, place("w0", W0, 1, attempt=2))
-    told.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
-    told.decide(750, take())
-    return told.fact(commit(1000))
+    reply.fact(logged(390, "w0", W0, FIRST))
+    reply.decide(400, place("w0", W0, 1, attempt=2))
+    reply.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
+    reply.decide(750, take())
+    return reply.fact(commit(1000))
 
 
 def contents() -> dict[str, Content]:

@@ -40,8 +40,8 @@ def random_adapter(
     chance = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        found = (chance.standard_normal(shape) * size).astype(np.float32)
-        return widened(narrowed(found)) if dtype == "bfloat16" else found
+        array = (chance.standard_normal(shape) * size).astype(np.float32)
+        return widened(narrowed(array)) if dtype == "bfloat16" else array
 
     pairs = {}
     for entry in read_entries(base):
@@ -64,6 +64,6 @@ def make_lora(
     base = store.weights_path(manifest.digest)
     policies = [(base, manifest.digest)]
     for seed in range(adapters):
-        made = publish(store, random_adapter(base, manifest.digest, seed=seed, dtype=dtype))
-        policies.append((store.weights_path(made.digest), made.digest))
+        publication = publish(store, random_adapter(base, manifest.digest, seed=seed, dtype=dtype))
+        policies.append((store.weights_path(publication.digest), publication.digest))
     return Lora(store=store, assets=assets, policies=policies)

@@ -27,10 +27,10 @@ def task_of(kind: str, *, chat: bool = False, **options: Any) -> Task:
 def played(task: Task, row: Row, turns: Sequence[str]) -> tuple[Prompt, list[Observation], Any]:
     world = opened(task, row)
     prompt = world.reset(row)
-    seen = [world.step(turn) for turn in turns]
+    steps = [world.step(turn) for turn in turns]
     reward = world.reward(turns[-1] if turns else "", turns)
     world.close()
-    return prompt, seen, reward
+    return prompt, steps, reward
 
 
 def opened(task: Task, row: Row) -> Environment:

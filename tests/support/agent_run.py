@@ -70,56 +70,60 @@ max_tokens = 100
 """
 
 
-def furnish_agent(place: Path) -> Path:
-    (place / "own.jinja").write_text(TEMPLATE)
-    (place / "agent.py").write_text(AGENT)
-    text = (place / "config.toml").read_text()
+def furnish_agent(path: Path) -> Path:
+    (path / "own.jinja").write_text(TEMPLATE)
+    (path / "agent.py").write_text(AGENT)
+    text = (path / "config.toml").read_text()
     text = text.replace('[model]\npath = "model"\n', "").replace("steps = 3", "steps = 2")
     text = text.replace("[sampling]\nmax_tokens = 12\n", CONFIG).replace("count = 2", "count = 1")
     text = text.replace("max_model_len = 64", "max_model_len = 256")
-    (place / "config.toml").write_text(text)
-    return place
+    (path / "config.toml").write_text(text)
+    return path
 
 
-def told(place: Path) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in (place / "told.jsonl").read_text().splitlines():
-        one = json.loads(line)
-        found.setdefault(one["session"], []).append(one)
-    return found
+def told(path: Path) -> dict[str, list[dict[str, Any]]]:
+    results: dict[str, list[dict[str, Any]]] = {}
+    for line in (path / "told.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        results.setdefault(row["session"], []).append(row)
+    return results
 
 
-def check_what_was_told_is_logged_once(place: Path) -> None:
-    sessions = told(place)
-    found = trajectories(place)
-    assert len(found) >= 16
-    for one in found:
-        answers = sessions[session_name(key_of(one.trajectory, one.meta.attempt))]
+def check_what_was_told_is_logged_once(path: Path) -> None:
+    sessions = told(path)
+    actual_trajectories = trajectories(path)
+    assert len(actual_trajectories) >= 16
+    for trajectory in actual_trajectories:
+        answers = sessions[session_name(key_of(trajectory.trajectory, trajectory.meta.attempt))]
         assert len(answers) == 6
-        logged = [tuple(one.token_ids[call.start : call.end]) for call in one.meta.calls]
+        logged = [
+            tuple(trajectory.token_ids[call.start : call.end]) for call in trajectory.meta.calls
+        ]
         assert sorted(logged) == sorted(tuple(answer["sampled"]) for answer in answers)
-        assert sum(one.loss_mask) == sum(len(answer["sampled"]) for answer in answers)
-        assert one.reward is not None
+        assert sum(trajectory.loss_mask) == sum(len(answer["sampled"]) for answer in answers)
+        assert trajectory.reward is not None
 
 
-def check_answers_stand_behind_their_prompts(place: Path) -> None:
-    sessions = told(place)
-    for one in trajectories(place):
-        contexts = [context.token_ids.tolist() for context in contexts_of(one)]
-        for answer in sessions[session_name(key_of(one.trajectory, one.meta.attempt))]:
-            whole = [*answer["prompt"], *answer["sampled"]]
-            assert any(context[: len(whole)] == whole for context in contexts)
-        assert {call.caller for call in one.meta.calls} == {"left", "right", "main"}
-        assert all(call.ignored_settings == {"temperature": 0.5} for call in one.meta.calls)
+def check_answers_stand_behind_their_prompts(path: Path) -> None:
+    sessions = told(path)
+    for trajectory in trajectories(path):
+        contexts = [context.token_ids.tolist() for context in contexts_of(trajectory)]
+        for answer in sessions[
+            session_name(key_of(trajectory.trajectory, trajectory.meta.attempt))
+        ]:
+            full = [*answer["prompt"], *answer["sampled"]]
+            assert any(context[: len(full)] == full for context in contexts)
+        assert {call.caller for call in trajectory.meta.calls} == {"left", "right", "main"}
+        assert all(call.ignored_settings == {"temperature": 0.5} for call in trajectory.meta.calls)
         assert 3 <= len(contexts) <= 6, "a second turn goes on behind the first"
 
 
-def check_calls_end_where_they_asked(place: Path) -> None:
-    tokenizer, ended = Tokenizer(place / "model"), 0
-    for one in trajectories(place):
-        for call in one.meta.calls:
+def check_calls_end_where_they_asked(path: Path) -> None:
+    tokenizer, ended = Tokenizer(path / "model"), 0
+    for trajectory in trajectories(path):
+        for call in trajectory.meta.calls:
             assert call.stop == (STOPS if call.caller == "main" else ())
-            ids = list(one.token_ids[call.start : call.end])
+            ids = list(trajectory.token_ids[call.start : call.end])
             assert not set(call.stop) & set(tokenizer.full_text(ids[:-1]))
             ends = bool(set(call.stop) & set(tokenizer.full_text(ids)))
             assert not ends or call.finish == "stop"
@@ -127,13 +131,16 @@ def check_calls_end_where_they_asked(place: Path) -> None:
     assert ended > 0
 
 
-def versions_at_once(place: Path) -> int:
+def versions_at_once(path: Path) -> int:
     changes: list[tuple[int, int, int, str]] = []
-    for one in trajectories(place):
-        (worker,) = {segment.worker for segment in one.segments if segment.kind == "model"}
-        asked = min(call.asked_ns for call in one.meta.calls)
-        answered = max(call.answered_ns for call in one.meta.calls)
-        changes += [(asked, 1, one.version, worker), (answered, -1, one.version, worker)]
+    for trajectory in trajectories(path):
+        (worker,) = {segment.worker for segment in trajectory.segments if segment.kind == "model"}
+        asked = min(call.asked_ns for call in trajectory.meta.calls)
+        answered = max(call.answered_ns for call in trajectory.meta.calls)
+        changes += [
+            (asked, 1, trajectory.version, worker),
+            (answered, -1, trajectory.version, worker),
+        ]
     opened: dict[str, Counter[int]] = {}
     most = 0
     for _, change, version, worker in sorted(changes):

@@ -71,8 +71,8 @@ class AgentsPort:
 
     def poll(self) -> list[Any]:
         self._polls += 1
-        due = [event for at, event in self._later if at <= self._polls]
-        self._later = [(at, event) for at, event in self._later if at > self._polls]
+        due = [event for poll, event in self._later if poll <= self._polls]
+        self._later = [(poll, event) for poll, event in self._later if poll > self._polls]
         return due
 
     @property
@@ -106,7 +106,7 @@ class AgentsPort:
         numbers = range(running.first, running.first + len(asks))
         running.first += len(asks)
         running.waits = dict.fromkeys(numbers)
-        at = self._polls + 1 + self._thinks()
+        poll = self._polls + 1 + self._thinks()
         for number, ask in zip(numbers, asks, strict=True):
             running.prompts[number] = ask.prompt
             asked = CallAsked(
@@ -116,7 +116,7 @@ class AgentsPort:
                 max_tokens=ask.max_tokens,
                 api="generate",
             )
-            self._later.append((at, asked))
+            self._later.append((poll, asked))
 
     def _hear(self, heard: Heard) -> None:
         assert heard.request in self.opened
@@ -126,11 +126,11 @@ class AgentsPort:
         assert running.waits[heard.call] is None, "answered once"
         running.waits[heard.call] = heard
         if isinstance(heard, AnswerCall):
-            said = (running.prompts[heard.call], list(heard.token_ids))
-            self.answered[heard.request].append(said)
+            texts = (running.prompts[heard.call], list(heard.token_ids))
+            self.answered[heard.request].append(texts)
         else:
             self.refused.append(heard)
-        waits = [one for one in running.waits.values() if one is not None]
+        waits = [wait for wait in running.waits.values() if wait is not None]
         if len(waits) == len(running.waits):
             self._go_on(heard.request, running, waits)
 
@@ -138,7 +138,7 @@ class AgentsPort:
         self.opened.remove(request)
         self.closed.append(request)
         self._running.pop(request, None)
-        self._later = [(at, event) for at, event in self._later if event.request != request]
+        self._later = [(poll, event) for poll, event in self._later if event.request != request]
 
 
 class RecordingEngine(SimulatedEngine):
@@ -156,10 +156,10 @@ class RecordingEngine(SimulatedEngine):
         self.stays.append((list(request.token_ids), self.sampled[request.request]))
 
     def export(self, request: str) -> Exported | None:
-        found = super().export(request)
-        if found is not None and found.sampled is not None:
-            self.sampled[request] += found.sampled.token_ids
-        return found
+        export = super().export(request)
+        if export is not None and export.sampled is not None:
+            self.sampled[request] += export.sampled.token_ids
+        return export
 
     def step(self) -> list[EngineEvent]:
         events = super().step()
@@ -184,23 +184,23 @@ def turns(prompt: Sequence[int], *answers: Sequence[int]) -> Play:
 
 def wandering(random: Random, calls: int) -> Agent:
     """Random calls that continue, branch, cut or join earlier contexts."""
-    said: list[list[int]] = [[random.randrange(1, 50) for _ in range(random.randint(1, 6))]]
-    made = 0
-    while made < calls:
+    texts: list[list[int]] = [[random.randrange(1, 50) for _ in range(random.randint(1, 6))]]
+    created = 0
+    while created < calls:
         asks: list[Ask] = []
         for _ in range(random.choice([1, 1, 1, 2, 3])):
-            base = random.choice(said[-3:])
+            base = random.choice(texts[-3:])
             cut = random.choice([0, 0, 0, random.randrange(len(base))])
             fresh = [
                 random.randrange(1, 50) for _ in range(random.randint(0 if cut == 0 else 1, 4))
             ]
             prompt = [*base[: len(base) - cut], *fresh]
             asks += [Ask(prompt, random.choice([None, 3]))] * random.choice([1, 1, 2])
-        made += len(asks)
+        created += len(asks)
         heard = yield asks
-        for ask, one in zip(asks, heard, strict=True):
-            if isinstance(one, AnswerCall):
-                said.append([*ask.prompt, *one.token_ids])
+        for ask, effect in zip(asks, heard, strict=True):
+            if isinstance(effect, AnswerCall):
+                texts.append([*ask.prompt, *effect.token_ids])
     return None
 
 

@@ -46,18 +46,18 @@ class Flat:
         at_vtable = len(self.data)
         self.data += bytes(4 + 2 * slots)
         self._pad(8)
-        at = len(self.data)
-        self.data += struct.pack("<i", at - at_vtable)
+        position = len(self.data)
+        self.data += struct.pack("<i", position - at_vtable)
         places: dict[int, int] = {}
         for slot in sorted([*values, *refs]):
             pattern, number = values.get(slot, ("<I", 0))
             self._pad(struct.calcsize(pattern))
             places[slot] = len(self.data)
             self.data += struct.pack(pattern, number)
-            struct.pack_into("<H", self.data, at_vtable + 4 + 2 * slot, places[slot] - at)
-        size = len(self.data) - at
+            struct.pack_into("<H", self.data, at_vtable + 4 + 2 * slot, places[slot] - position)
+        size = len(self.data) - position
         struct.pack_into("<HH", self.data, at_vtable, 4 + 2 * slots, size)
-        return Table(at=at, places=places)
+        return Table(at=position, places=places)
 
     def vector(self, count: int) -> list[int]:
         self._pad(4)
@@ -66,13 +66,13 @@ class Flat:
 
     def text(self, text: bytes) -> int:
         self._pad(4)
-        at = len(self.data)
+        position = len(self.data)
         self.data += struct.pack("<I", len(text)) + text + b"\0"
-        return at
+        return position
 
-    def point(self, place: int, target: int) -> None:
-        assert target > place
-        struct.pack_into("<I", self.data, place, target - place)
+    def point(self, index: int, target: int) -> None:
+        assert target > index
+        struct.pack_into("<I", self.data, index, target - index)
 
     def _pad(self, to: int) -> None:
         self.data += bytes(-len(self.data) % to)
@@ -99,14 +99,14 @@ def schema_message(levels: Sequence[int], name: bytes = b"x") -> bytes:
         flat.point(holder.places[slot], places[0] - 4)
         tag = INT if last else STRUCT
         holder, slot = flat.table({2: ("<B", tag)}, [0, 3, *([] if last else [5])]), 5
-        for place in places:
-            flat.point(place, holder.at)
+        for index in places:
+            flat.point(index, holder.at)
         kind = flat.table({0: ("<i", 32), 1: ("<B", 1)} if last else {})
         flat.point(holder.places[3], kind.at)
         named.append(holder.places[0])
     text = flat.text(name)
-    for place in named:
-        flat.point(place, text)
+    for index in named:
+        flat.point(index, text)
     return _framed(bytes(flat.data))
 
 
@@ -135,7 +135,7 @@ def frame(raw: bytes) -> bytes:
 
 def with_columns(**columns: pa.Array) -> bytes:
     batch = pa.ipc.open_stream(RAW).read_next_batch()
-    arrays = {name: batch.column(place) for place, name in enumerate(batch.schema.names)}
+    arrays = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
     arrays.update(columns)
     for schema in (TRAJECTORY.schema, TRAJECTORY.routed.schema):
         if list(arrays) == schema.names:
@@ -151,9 +151,9 @@ def list_of(inner: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([0, len(inner)], pa.int32()), inner)
 
 
-def lying(at: int, pattern: str, value: int) -> bytes:
+def lying(position: int, pattern: str, value: int) -> bytes:
     changed = bytearray(RAW)
-    struct.pack_into(pattern, changed, at, value)
+    struct.pack_into(pattern, changed, position, value)
     return bytes(changed)
 
 
@@ -184,18 +184,18 @@ def segments(count: int, step: int) -> pa.Array:
     rows = [
         {
             "kind": "model",
-            "start": place * step,
-            "end": (place + 1) * step,
-            "turn": place,
-            "start_ns": 10**18 + place,
-            "end_ns": 10**18 + place,
-            "worker": f"w{place}",
-            "incarnation": 1000 + place,
+            "start": index * step,
+            "end": (index + 1) * step,
+            "turn": index,
+            "start_ns": 10**18 + index,
+            "end_ns": 10**18 + index,
+            "worker": f"w{index}",
+            "incarnation": 1000 + index,
             "version": 3,
             "tool": "",
             "ok": True,
         }
-        for place in range(count)
+        for index in range(count)
     ]
     return list_of(pa.array(rows, TRAJECTORY.schema.field("segments").type.value_type))
 
@@ -342,7 +342,7 @@ def main(files: list[str]) -> None:
 
 def table() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        files = {str(Path(folder) / name): made() for name, (made, _) in BOMBS.items()}
+        files = {str(Path(folder) / name): created() for name, (created, _) in BOMBS.items()}
         for path, data in files.items():
             Path(path).write_bytes(data)
         command = [sys.executable, "-m", "tests.support.arrow_bombs", *files]

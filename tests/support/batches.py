@@ -51,8 +51,8 @@ def make_trajectory(
 ) -> Trajectory:
     purpose, ordinal, sample = parse_trajectory_id(trajectory)
     start, end = len(prompt), len(prompt) + len(sampled)
-    known = [-4.5] * len(sampled) if logprobs is None else logprobs
-    column: list[float | None] = [*[None] * start, *known]
+    known_before = [-4.5] * len(sampled) if logprobs is None else logprobs
+    column: list[float | None] = [*[None] * start, *known_before]
     return Trajectory(
         trajectory=trajectory,
         version=version,
@@ -104,7 +104,7 @@ def make_batch(
     valid: float = 1.0,
 ) -> TrainBatch:
     chance = random.Random(seed)
-    made = []
+    created = []
     for ordinal in range(groups):
         group = group_id("train", ordinal)
         rows = []
@@ -120,8 +120,8 @@ def make_batch(
                     reward=chance.random() if chance.random() < valid else None,
                 )
             )
-        made.append(TrainGroup(group=group, version=0, trajectories=rows))
-    return TrainBatch(step=step, groups=made)
+        created.append(TrainGroup(group=group, version=0, trajectories=rows))
+    return TrainBatch(step=step, groups=created)
 
 
 def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
@@ -129,20 +129,20 @@ def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
     return replace(
         batch,
         teacher={
-            one.trajectory: [
-                float(np.float32(-4.3 - chance.random())) for _ in range(sum(one.loss_mask))
+            trajectory.trajectory: [
+                float(np.float32(-4.3 - chance.random())) for _ in range(sum(trajectory.loss_mask))
             ]
             for group in batch.groups
-            for one in group.trajectories
+            for trajectory in group.trajectories
         },
     )
 
 
 def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
-    for one in batch.groups[0].trajectories:
-        for place, mask in enumerate(one.loss_mask):
+    for trajectory in batch.groups[0].trajectories:
+        for index, mask in enumerate(trajectory.loss_mask):
             if mask:
-                one.logprobs[place] = logprob  # type: ignore[index]
+                trajectory.logprobs[index] = logprob  # type: ignore[index]
     return batch
 
 
@@ -167,9 +167,13 @@ def states_with_a_part_ahead(
 def routed(batch: TrainBatch, *, layers: int, experts: int = 8, per_token: int = 2) -> TrainBatch:
     chance, groups = np.random.default_rng(5), []
     for group in batch.groups:
-        made = []
-        for one in group.trajectories:
-            drawn = chance.random((one.length, layers, experts)).argsort(-1)[:, :, :per_token]
-            made.append(replace(one, routed_experts=Routes.of(drawn.astype("u1"), experts)))
-        groups.append(replace(group, trajectories=made))
+        created = []
+        for trajectory in group.trajectories:
+            drawn = chance.random((trajectory.length, layers, experts)).argsort(-1)[
+                :, :, :per_token
+            ]
+            created.append(
+                replace(trajectory, routed_experts=Routes.of(drawn.astype("u1"), experts))
+            )
+        groups.append(replace(group, trajectories=created))
     return replace(batch, groups=groups)

@@ -48,31 +48,31 @@ ASKED: Final = (
 
 
 def branch(
-    log: Tamper, place: int = 40, change: Callable[[Trajectory], Trajectory] | None = None
+    log: Tamper, index: int = 40, change: Callable[[Trajectory], Trajectory] | None = None
 ) -> str:
-    row, fact = log.trained(place)
-    made = log.reencode(row, change or branched)
-    log.put(made)
-    said = dict(made.headers)
-    digest = said["sha256"].decode()
-    (report,) = [one for one in log.logged() if one[3] == fact]
+    row, fact = log.trained(index)
+    data = log.reencode(row, change or branched)
+    log.put(data)
+    headers = dict(data.headers)
+    digest = headers["sha256"].decode()
+    (report,) = [entry for entry in log.logged() if entry[3] == fact]
     changes: dict[str, Any] = {
         "sha256": digest,
-        "bytes": len(made.value),
-        "tokens": int(said["sampled"]),
+        "bytes": len(data.value),
+        "tokens": int(headers["sampled"]),
     }
-    meta = decode_trajectory(made.value).meta
+    meta = decode_trajectory(data.value).meta
     counts: dict[str, Any] = {"contexts": 1 + len(meta.contexts), "calls": len(meta.calls)}
     changes["finish"] = meta.finish
-    row, record, at, _ = report
-    log.log_otherwise(row, record, at, **changes, **counts)
+    row, record, position, _ = report
+    log.log_otherwise(row, record, position, **changes, **counts)
     log.rebatch(lambda step, group: _retaken(group, fact, digest))
     log.mend()
     return fact.trajectory
 
 
-def branched(found: Trajectory) -> Trajectory:
-    at_ns, worker = found.meta.times.scheduled, found.meta.worker
+def branched(trajectory: Trajectory) -> Trajectory:
+    at_ns, worker = trajectory.meta.times.scheduled, trajectory.meta.worker
     segments: list[Segment] = []
     calls = {start: (asked, answered) for start, _, asked, answered, _ in ASKED}
     for kind, size, turn in PIECES:
@@ -82,33 +82,40 @@ def branched(found: Trajectory) -> Trajectory:
         if kind == "model":
             own |= {
                 "worker": worker,
-                "incarnation": found.meta.incarnation,
-                "version": found.version,
+                "incarnation": trajectory.meta.incarnation,
+                "version": trajectory.version,
             }
         segments.append(Segment(kind=kind, start=start, end=start + size, turn=turn, **own))
-    mask = [int(one.kind == "model") for one in segments for _ in range(one.start, one.end)]
-    logprobs = [-0.02 * (place % 40) if one else None for place, one in enumerate(mask)]
-    made = replace(
-        found,
-        token_ids=[place % 8 for place in range(len(mask))],
+    mask = [
+        int(segment.kind == "model")
+        for segment in segments
+        for _ in range(segment.start, segment.end)
+    ]
+    logprobs = [-0.02 * (index % 40) if bit else None for index, bit in enumerate(mask)]
+    new_trajectory = replace(
+        trajectory,
+        token_ids=[index % 8 for index in range(len(mask))],
         logprobs=logprobs,
         sampler_logprobs=logprobs,
         loss_mask=mask,
         segments=segments,
         meta=msgspec.structs.replace(
-            found.meta, prompt_tokens=6, prefills=(6, 27, 33, 40), contexts=CONTEXTS
+            trajectory.meta, prompt_tokens=6, prefills=(6, 27, 33, 40), contexts=CONTEXTS
         ),
     )
-    return replace(made, meta=msgspec.structs.replace(made.meta, calls=_calls(made)))
+    return replace(
+        new_trajectory,
+        meta=msgspec.structs.replace(new_trajectory.meta, calls=_calls(new_trajectory)),
+    )
 
 
-def _calls(found: Trajectory) -> tuple[Call, ...]:
-    at_ns, seed = found.meta.times.scheduled, found.meta.seed
-    made = [
+def _calls(trajectory: Trajectory) -> tuple[Call, ...]:
+    at_ns, seed = trajectory.meta.times.scheduled, trajectory.meta.seed
+    calls = [
         Call(
             start=start,
             end=end,
-            seed=call_seed(seed, prompt_digest(tokens_before(found, start)), int(start == 33)),
+            seed=call_seed(seed, prompt_digest(tokens_before(trajectory, start)), int(start == 33)),
             occurrence=int(start == 33),
             asked_ns=at_ns + asked * MS,
             answered_ns=at_ns + answered * MS,
@@ -118,12 +125,14 @@ def _calls(found: Trajectory) -> tuple[Call, ...]:
         )
         for start, end, asked, answered, caller in ASKED
     ]
-    return tuple(sorted(made, key=lambda one: one.answered_ns))
+    return tuple(sorted(calls, key=lambda row: row.answered_ns))
 
 
 def _retaken(group: TakenGroup, fact: TrajectoryLogged, digest: str) -> TakenGroup:
     taken = (
-        msgspec.structs.replace(one, sha256=digest) if one.trajectory == fact.trajectory else one
-        for one in group.trajectories
+        msgspec.structs.replace(trajectory, sha256=digest)
+        if trajectory.trajectory == fact.trajectory
+        else trajectory
+        for trajectory in group.trajectories
     )
     return msgspec.structs.replace(group, trajectories=tuple(taken))

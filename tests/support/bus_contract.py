@@ -37,7 +37,7 @@ from tests.support.bus_steps import (
 def a_newer_exclusive_writer_fences_the_older_one(harness: Harness) -> None:
     bus, other = harness.open(), harness.open()
     topic = topic_on(harness, bus)
-    at, name = TopicPartition(topic, 0), harness.topic("w")
+    partition, name = TopicPartition(topic, 0), harness.topic("w")
     old = bus.writer(exclusive=name)
     stranger = bus.writer(exclusive=harness.topic("w"))
     old.append(appends(topic, "old"))
@@ -49,13 +49,13 @@ def a_newer_exclusive_writer_fences_the_older_one(harness: Harness) -> None:
         old.append(appends(topic, "zombie"))
     stranger.append(appends(topic, "stranger"))
     bus.writer().append(appends(topic, "anybody"))
-    reader = bus.reader({at: 0})
+    reader = bus.reader({partition: 0})
     assert values(read(reader, 4)) == [b"old", b"new", b"stranger", b"anybody"]
-    assert catch_up(bus, reader, at) == []
+    assert catch_up(bus, reader, partition) == []
 
 
 def an_unknown_outcome_is_said_and_an_exclusive_writer_stops(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
+    bus, topic, partition = opened(harness)
     name = harness.topic("w")
     writer = bus.writer(exclusive=name)
     writer.append(appends(topic, "before"))
@@ -66,19 +66,19 @@ def an_unknown_outcome_is_said_and_an_exclusive_writer_stops(harness: Harness) -
         writer.append(appends(topic, "never"))
     assert not isinstance(refused.value, OutcomeUnknown)
     bus.writer(exclusive=name).append(appends(topic, "after"))
-    reader = bus.reader({at: 0})
+    reader = bus.reader({partition: 0})
     assert values(read(reader, 3)) == [b"before", b"perhaps", b"after"]
-    assert catch_up(bus, reader, at) == []
+    assert catch_up(bus, reader, partition) == []
 
 
 def a_plain_writer_goes_on_after_an_unknown_outcome(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
+    bus, topic, partition = opened(harness)
     writer = bus.writer()
     harness.make_next_append_unknown(writer)
     with pytest.raises(OutcomeUnknown):
         writer.append(appends(topic, "perhaps"))
     writer.append(appends(topic, "again"))
-    reader = bus.reader({at: 0})
+    reader = bus.reader({partition: 0})
     assert values(read(reader, 2)) == [b"perhaps", b"again"]
 
 
@@ -115,13 +115,13 @@ def what_does_not_exist_is_missing(harness: Harness) -> None:
 
 
 def a_header_that_is_not_ascii_is_refused(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
+    bus, topic, partition = opened(harness)
     writer = bus.writer()
     bad: list[tuple[str, bytes]] = [("naïve", b"1"), ("run", "größe".encode()), ("run", b"\xff")]
     for header in bad:
         with pytest.raises(BusError, match="ASCII"):
             writer.append([*appends(topic, "x"), Append(topic=topic, value=b"", headers=(header,))])
-    assert bus.end(at) == 0
+    assert bus.end(partition) == 0
 
 
 def topics_are_created_once_and_stay_as_they_are(harness: Harness) -> None:
@@ -146,42 +146,42 @@ def topics_are_created_once_and_stay_as_they_are(harness: Harness) -> None:
 
 
 def closing_is_idempotent_and_final(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
-    reader, writer, left = bus.reader({at: 0}), bus.writer(), bus.writer()
+    bus, topic, partition = opened(harness)
+    reader, writer, remaining_writer = bus.reader({partition: 0}), bus.writer(), bus.writer()
     for part in (reader, writer, reader, writer):
         part.close()
     with pytest.raises(BusError):
         reader.poll(timeout_s=0)
     with pytest.raises(BusError):
         writer.append(appends(topic, "x"))
-    left.append(appends(topic, "y"))
+    remaining_writer.append(appends(topic, "y"))
     bus.close()
     bus.close()
     for use in (
-        lambda: left.append(appends(topic, "z")),
+        lambda: remaining_writer.append(appends(topic, "z")),
         bus.topics,
         bus.writer,
-        lambda: bus.reader({at: 0}),
+        lambda: bus.reader({partition: 0}),
     ):
         with pytest.raises(BusError):
             use()
 
 
 def what_was_appended_is_there_after_reopening(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
+    bus, topic, partition = opened(harness)
     name = harness.topic("w")
     before = bus.writer(exclusive=name).append(appends(topic, "a", "b"))
     bus.close()
     again = harness.open()
     after = again.writer(exclusive=name).append(appends(topic, "c"))
     assert after[0] > before[-1] + 1, "offsets go on, and leave a gap"
-    reader = again.reader({at: 0})
+    reader = again.reader({partition: 0})
     assert values(read(reader, 3)) == [b"a", b"b", b"c"]
 
 
 def a_forked_child_is_refused(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
-    reader, writer = bus.reader({at: 0}), bus.writer()
+    bus, topic, partition = opened(harness)
+    reader, writer = bus.reader({partition: 0}), bus.writer()
     if not harness.shared:
         return  # after a fork, a log in memory is a separate log
     with warnings.catch_warnings():
@@ -193,7 +193,7 @@ def a_forked_child_is_refused(harness: Harness) -> None:
         for use in (
             lambda: reader.poll(timeout_s=0),
             lambda: writer.append(appends(topic, "child")),
-            lambda: bus.end(at),
+            lambda: bus.end(partition),
         ):
             try:
                 use()
@@ -216,10 +216,10 @@ def trimmed_on(harness: Harness, bus: Bus) -> TopicPartition:
     return TopicPartition(name, 0)
 
 
-def trim_all(bus: Bus, at: TopicPartition, before: int) -> int:
+def trim_all(bus: Bus, partition: TopicPartition, before: int) -> int:
     """Trim completely; return the number of calls."""
     calls = 1
-    while bus.trim(at, before):
+    while bus.trim(partition, before):
         calls += 1
         assert calls < CALLS_MAX, "it never says that all is deleted"
     return calls
@@ -227,63 +227,71 @@ def trim_all(bus: Bus, at: TopicPartition, before: int) -> int:
 
 def what_is_left_of_a_trimmed_topic_is_as_it_was(harness: Harness) -> None:
     bus = harness.open()
-    at = trimmed_on(harness, bus)
+    partition = trimmed_on(harness, bus)
     writer = bus.writer()
-    offsets = [writer.append(appends(at.topic, f"{i}"))[0] for i in range(6)]
-    writer.append(appends(at.topic, "other", partition=1))
-    end = bus.end(at)
-    early = bus.reader({at: offsets[1]})
-    trim_all(bus, at, offsets[3])
-    assert (bus.begin(at), bus.end(at), bus.written_end(at)) == (offsets[3], end, end)
-    for reader in (early, bus.reader({at: 0}), harness.open().reader({at: offsets[2]})):
-        found = read(reader, 3)
-        assert [record.offset for record in found] == offsets[3:]
-        assert values(found) == [b"3", b"4", b"5"]
-        assert catch_up(bus, reader, at) == []
-    trim_all(bus, at, offsets[1])
-    assert bus.begin(at) == offsets[3], "nothing comes back"
-    assert writer.append(appends(at.topic, "6"))[0] >= end, "no offset is given twice"
-    assert values(read(bus.reader({TopicPartition(at.topic, 1): 0}), 1)) == [b"other"]
+    offsets = [writer.append(appends(partition.topic, f"{i}"))[0] for i in range(6)]
+    writer.append(appends(partition.topic, "other", partition=1))
+    end = bus.end(partition)
+    early = bus.reader({partition: offsets[1]})
+    trim_all(bus, partition, offsets[3])
+    assert (bus.begin(partition), bus.end(partition), bus.written_end(partition)) == (
+        offsets[3],
+        end,
+        end,
+    )
+    for reader in (
+        early,
+        bus.reader({partition: 0}),
+        harness.open().reader({partition: offsets[2]}),
+    ):
+        result = read(reader, 3)
+        assert [record.offset for record in result] == offsets[3:]
+        assert values(result) == [b"3", b"4", b"5"]
+        assert catch_up(bus, reader, partition) == []
+    trim_all(bus, partition, offsets[1])
+    assert bus.begin(partition) == offsets[3], "nothing comes back"
+    assert writer.append(appends(partition.topic, "6"))[0] >= end, "no offset is given twice"
+    assert values(read(bus.reader({TopicPartition(partition.topic, 1): 0}), 1)) == [b"other"]
 
 
 def a_topic_that_is_trimmed_to_its_end_goes_on_there(harness: Harness) -> None:
     bus = harness.open()
-    at = trimmed_on(harness, bus)
+    partition = trimmed_on(harness, bus)
     writer = bus.writer()
-    assert not bus.trim(at, 0), "there is nothing to delete"
-    offsets = [writer.append(appends(at.topic, f"{i}", "b"))[0] for i in range(3)]
-    end = bus.end(at)
-    trim_all(bus, at, end)
-    assert offsets[2] <= bus.begin(at) <= end == bus.end(at)
-    reader = bus.reader({at: 0})
-    assert len(catch_up(bus, reader, at)) <= 1, "the very last record may stay"
-    assert reader.position(at) == bus.end(at)
-    (offset,) = writer.append(appends(at.topic, "new"))
+    assert not bus.trim(partition, 0), "there is nothing to delete"
+    offsets = [writer.append(appends(partition.topic, f"{i}", "b"))[0] for i in range(3)]
+    end = bus.end(partition)
+    trim_all(bus, partition, end)
+    assert offsets[2] <= bus.begin(partition) <= end == bus.end(partition)
+    reader = bus.reader({partition: 0})
+    assert len(catch_up(bus, reader, partition)) <= 1, "the very last record may stay"
+    assert reader.position(partition) == bus.end(partition)
+    (offset,) = writer.append(appends(partition.topic, "new"))
     assert offset >= end
-    found = read(reader, 1)
-    assert [(record.offset, record.value) for record in found] == [(offset, b"new")]
+    result = read(reader, 1)
+    assert [(record.offset, record.value) for record in result] == [(offset, b"new")]
 
 
 def a_long_beginning_goes_in_bounded_pieces(harness: Harness) -> None:
     bus = harness.open()
-    at = trimmed_on(harness, bus)
+    partition = trimmed_on(harness, bus)
     texts = [f"{i}" for i in range(2500)]
-    offsets = bus.writer().append(appends(at.topic, *texts))
-    begins = [bus.begin(at)]
-    while bus.trim(at, offsets[2400]):
-        begins.append(bus.begin(at))
+    offsets = bus.writer().append(appends(partition.topic, *texts))
+    begins = [bus.begin(partition)]
+    while bus.trim(partition, offsets[2400]):
+        begins.append(bus.begin(partition))
         assert len(begins) < CALLS_MAX
     assert begins == sorted(set(begins)), "every call deletes something"
-    assert bus.begin(at) == offsets[2400]
-    assert values(read(bus.reader({at: 0}), 100)) == [text.encode() for text in texts[2400:]]
+    assert bus.begin(partition) == offsets[2400]
+    assert values(read(bus.reader({partition: 0}), 100)) == [text.encode() for text in texts[2400:]]
 
 
 def what_a_run_rests_on_cannot_be_trimmed(harness: Harness) -> None:
-    bus, topic, at = opened(harness)
+    bus, topic, partition = opened(harness)
     offsets = bus.writer().append(appends(topic, "a", "b"))
     with pytest.raises(BusError, match="must be kept"):
-        bus.trim(at, offsets[1])
-    assert values(read(bus.reader({at: 0}), 2)) == [b"a", b"b"]
+        bus.trim(partition, offsets[1])
+    assert values(read(bus.reader({partition: 0}), 2)) == [b"a", b"b"]
     with pytest.raises(BusError):
         bus.trim(TopicPartition(f"{harness.topic('none')}.metrics", 0), 1)
 

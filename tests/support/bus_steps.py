@@ -41,8 +41,12 @@ Check = Callable[[Harness], None]
 
 
 def checks_of(module: dict[str, Any]) -> list[Check]:
-    functions = [one for one in module.values() if inspect.isfunction(one)]
-    return [one for one in functions if [*inspect.signature(one).parameters] == ["harness"]]
+    functions = [entry for entry in module.values() if inspect.isfunction(entry)]
+    return [
+        function
+        for function in functions
+        if [*inspect.signature(function).parameters] == ["harness"]
+    ]
 
 
 def opened(harness: Harness, *, partitions: int = 1) -> tuple[Bus, str, TopicPartition]:
@@ -60,21 +64,23 @@ def topic_on(
 
 
 def read(reader: Reader, count: int) -> list[Record]:
-    found: list[Record] = []
+    records: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
-    while len(found) < count:
-        found += reader.poll(timeout_s=0.5, records_max=count - len(found))
-        assert time.monotonic() < deadline_s, f"{len(found)} of {count} records came"
-    return found
+    while len(records) < count:
+        records += reader.poll(timeout_s=0.5, records_max=count - len(records))
+        assert time.monotonic() < deadline_s, f"{len(records)} of {count} records came"
+    return records
 
 
-def catch_up(bus: Bus, reader: Reader, at: TopicPartition) -> list[Record]:
-    found: list[Record] = []
+def catch_up(bus: Bus, reader: Reader, partition: TopicPartition) -> list[Record]:
+    records: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
-    while reader.position(at) < bus.end(at):
-        found += reader.poll(timeout_s=0.2)
-        assert time.monotonic() < deadline_s, f"stuck at {reader.position(at)} of {bus.end(at)}"
-    return found
+    while reader.position(partition) < bus.end(partition):
+        records += reader.poll(timeout_s=0.2)
+        assert time.monotonic() < deadline_s, (
+            f"stuck at {reader.position(partition)} of {bus.end(partition)}"
+        )
+    return records
 
 
 def values(records: Sequence[Record]) -> list[bytes]:
@@ -87,7 +93,7 @@ def appends(topic: str, *texts: str, partition: int = 0) -> list[Append]:
 
 def read_poll(reader: Reader, *, records_max: int = 500, bytes_max: int = 1 << 20) -> list[Record]:
     deadline_s = time.monotonic() + PATIENCE_S
-    found: list[Record] = []
-    while not found and time.monotonic() < deadline_s:
-        found = reader.poll(timeout_s=0.5, records_max=records_max, bytes_max=bytes_max)
-    return found
+    records: list[Record] = []
+    while not records and time.monotonic() < deadline_s:
+        records = reader.poll(timeout_s=0.5, records_max=records_max, bytes_max=bytes_max)
+    return records

@@ -107,7 +107,7 @@ class ToldRun(ABC):
         return Dispatch(reason="a slot is free", spec=spec)
 
     def placed(self, spec: GroupSpec, worker: str, incarnation: int, attempt: int = 1) -> Schedule:
-        samples = tuple(ScheduledSample(sample=one, attempt=attempt) for one in range(SAMPLES))
+        samples = tuple(ScheduledSample(sample=index, attempt=attempt) for index in range(SAMPLES))
         return Schedule(
             reason="its turn", spec=spec, worker=worker, incarnation=incarnation, samples=samples
         )
@@ -121,7 +121,7 @@ class ToldRun(ABC):
         attempt: int = 1,
         tokens: int = 20,
         offset: int = 0,
-        said: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+        text: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """w0 reports logged trajectories; `said` overrides fields."""
         self.now_ns += SECOND_NS
@@ -136,7 +136,7 @@ class ToldRun(ABC):
                 tokens=tokens,
                 reward=reward,
                 finish="stop",
-                **said.get(sample, {}),
+                **text.get(sample, {}),
             )
             for sample, reward in enumerate(rewards)
         )
@@ -214,16 +214,16 @@ class CatalogueStage(ToldRun):
         )
 
     def part(self, step: int, part: int, *specs: GroupSpec) -> None:
-        groups = tuple(self.taken(one) for one in specs)
-        one = TakePart(
+        groups = tuple(self.taken(spec) for spec in specs)
+        first_part = TakePart(
             reason="some finished", step=step, attempt=1, part=part, groups=groups, settings={}
         )
-        self.decide(one)
+        self.decide(first_part)
 
     def take(
         self, step: int, *specs: GroupSpec, attempt: int = 1, parts: tuple[int, ...] = ()
     ) -> tuple[TakenGroup, ...]:
-        groups = tuple(self.taken(one) for one in specs)
+        groups = tuple(self.taken(spec) for spec in specs)
         batch = TakeBatch(
             reason="all finished",
             step=step,
@@ -255,7 +255,7 @@ class CatalogueStage(ToldRun):
 def differences(bus: Bus, topics: Topics) -> list[str]:
     ledger = build_ledger(bus, topics)
     with closing(read_catalogue(bus, topics)) as catalogue:
-        said = {
+        texts = {
             name: (outcome, step if outcome == "trained" else None, tuple(places or ()))
             for name, outcome, step, places in catalogue.query(
                 """select group_id, any_value(groups.outcome), any_value(step),
@@ -265,22 +265,22 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
             )
         }
         standings = dict(catalogue.query("select status, count(*) from records group by status"))
-    known = {
+    known_before = {
         name: (
             group.outcome or "open",
             group.step,
-            tuple((one.fact.trajectory, *one.place) for one in group.results),
+            tuple((result.fact.trajectory, *result.place) for result in group.results),
         )
         for name, group in ledger.accounts.groups.items()
     }
-    found = [
-        f"{name}: {known.get(name)} by the ledger, {said.get(name)} by the catalogue"
-        for name in sorted(known.keys() | said.keys())
-        if known.get(name) != said.get(name)
+    results = [
+        f"{name}: {known_before.get(name)} by the ledger, {texts.get(name)} by the catalogue"
+        for name in sorted(known_before.keys() | texts.keys())
+        if known_before.get(name) != texts.get(name)
     ]
     counted: dict[str, int] = {}
-    for one in ledger.accounts.logged.values():
-        counted[one.standing] = counted.get(one.standing, 0) + 1
+    for fact in ledger.accounts.logged.values():
+        counted[fact.standing] = counted.get(fact.standing, 0) + 1
     if counted != standings:
-        found.append(f"records: {counted} by the ledger, {standings} by the catalogue")
-    return found
+        results.append(f"records: {counted} by the ledger, {standings} by the catalogue")
+    return results

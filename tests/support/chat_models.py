@@ -54,39 +54,39 @@ def names() -> list[str]:
 
 
 def bpe(special: set[str]) -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         ["system user assistant tool function name sum it up\n\n"] * 4, trainer
     )
-    made.add_special_tokens(
-        [AddedToken(one, normalized=False, special=True) for one in sorted(special)]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in sorted(special)]
     )
-    return made
+    return tokenizer
 
 
 def tokens_of(family: str) -> set[str]:
     from renderers import base, parsing
 
     base._populate_registry()
-    modules = {one.__module__ for one in base.RENDERER_REGISTRY[family].__mro__} | {
+    modules = {entry.__module__ for entry in base.RENDERER_REGISTRY[family].__mro__} | {
         parsing.__name__
     }
-    found = set(_OTHERS.split())
+    result = set(_OTHERS.split())
     for name in modules - {"builtins", "typing"}:
         for node in ast.walk(ast.parse(inspect.getsource(importlib.import_module(name)))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found |= {node.value} if _NAMED.fullmatch(node.value) else set()
-    return found
+                result |= {node.value} if _NAMED.fullmatch(node.value) else set()
+    return result
 
 
 def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: object) -> Path:
@@ -102,7 +102,7 @@ def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: 
     settings = {"bos_token": begin, "eos_token": end, "image_token": "<image>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if path.stem.startswith("glm"):
-        ids = [backend.token_to_id(one) for one in ("<|user|>", "<|observation|>")]
+        ids = [backend.token_to_id(entry) for entry in ("<|user|>", "<|observation|>")]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     (folder / "chat_template.jinja").write_text(text)
     return folder

@@ -74,11 +74,11 @@ class Page:
     def run(self, code: str) -> Any:
         """Return the value of an expression or promise. Raises AssertionError with what it
         threw."""
-        found = self._call(
+        result = self._call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
 
     def until(self, condition: str, limit_s: float = 30.0) -> None:
         end_s = time.monotonic() + limit_s
@@ -109,17 +109,17 @@ class Page:
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, parameters, self._session, self._event)
 
-    def _event(self, method: str, told: dict[str, Any]) -> None:
+    def _event(self, method: str, reply: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = reply["exceptionDetails"]
             self.problems.append(str(details.get("exception", details).get("description", details)))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
-            self.problems.append(str(told["args"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            entry = told["entry"]
+        elif method == "Runtime.consoleAPICalled" and reply["type"] in ("error", "warning"):
+            self.problems.append(str(reply["args"]))
+        elif method == "Log.entryAdded" and reply["entry"]["level"] in ("error", "warning"):
+            entry = reply["entry"]
             self.problems.append(f"{entry['text']} {entry.get('url', '')}")
         elif method == "Network.requestWillBeSent":
-            self.requested.append(told["request"]["url"])
+            self.requested.append(reply["request"]["url"])
 
 
 class _Browser:
@@ -136,13 +136,13 @@ class _Browser:
         os.write(self._to, json.dumps(message).encode() + b"\0")
         end_s = time.monotonic() + ANSWER_S
         while True:
-            told = self._next(end_s)
-            if told.get("id") == self._number:
-                assert "error" not in told, (method, told["error"])
-                result: dict[str, Any] = told["result"]
+            reply = self._next(end_s)
+            if reply.get("id") == self._number:
+                assert "error" not in reply, (method, reply["error"])
+                result: dict[str, Any] = reply["result"]
                 return result
-            if event is not None and "method" in told:
-                event(told["method"], told["params"])
+            if event is not None and "method" in reply:
+                event(reply["method"], reply["params"])
 
     def _next(self, end_s: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -152,8 +152,8 @@ class _Browser:
             assert piece, "the browser has ended"
             self._rest += piece
         message, self._rest = self._rest.split(b"\0", 1)
-        told: dict[str, Any] = json.loads(message)
-        return told
+        reply: dict[str, Any] = json.loads(message)
+        return reply
 
 
 @contextmanager
@@ -174,12 +174,12 @@ def browser(folder: Path) -> Iterator[Page]:
     os.close(from_us)
     os.close(to_us)
     try:
-        one = _Browser(to_browser, from_browser)
-        target = one.call("Target.createTarget", {"url": "about:blank"}, None, None)
-        wanted = {"targetId": target["targetId"], "flatten": True}
-        session = one.call("Target.attachToTarget", wanted, None, None)["sessionId"]
-        yield Page(one, session)
-        one.call("Browser.close", {}, None, None)
+        browser = _Browser(to_browser, from_browser)
+        target = browser.call("Target.createTarget", {"url": "about:blank"}, None, None)
+        expected = {"targetId": target["targetId"], "flatten": True}
+        session = browser.call("Target.attachToTarget", expected, None, None)["sessionId"]
+        yield Page(browser, session)
+        browser.call("Browser.close", {}, None, None)
     finally:
         os.close(to_browser)
         os.close(from_browser)

@@ -48,35 +48,35 @@ def _sections(name: str, command: Any) -> Iterator[str]:
             yield from _sections(f"{name} {inner}", command.commands[inner])
         if not command.invoke_without_command:
             return
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    words = "".join(f" {_word(one)}" for one in arguments)
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    words = "".join(f" {_word(argument)}" for argument in arguments)
     yield f"\n### {name}\n"
     yield f"`dora-pipe {name}{words}`: {_text(command.help)}"
-    own = [one for one in command.params if one.name not in COMMON]
+    own = [param for param in command.params if param.name not in COMMON]
     if own:
         yield ""
-    yield from (f"- `{_names(one)}`{_default(one)}: {one.help}" for one in own)
+    yield from (f"- `{_names(entry)}`{_default(entry)}: {entry.help}" for entry in own)
 
 
 def _text(help: str) -> str:
     return " ".join(help.partition("Example:")[0].split())
 
 
-def _word(one: Any) -> str:
-    word = str(one.metavar or one.name.upper())
-    return word if one.required or word.startswith("[") else f"[{word}]"
+def _word(entry: Any) -> str:
+    word = str(entry.metavar or entry.name.upper())
+    return word if entry.required or word.startswith("[") else f"[{word}]"
 
 
-def _names(one: Any) -> str:
-    return _word(one) if one.param_type_name == "argument" else ", ".join(one.opts)
+def _names(entry: Any) -> str:
+    return _word(entry) if entry.param_type_name == "argument" else ", ".join(entry.opts)
 
 
-def _default(one: Any) -> str:
-    shown = one.default
+def _default(entry: Any) -> str:
+    shown = entry.default
     empty = shown is None or shown == "" or shown is False or callable(shown)
     return (
         " (required)"
-        if one.required and one.opts[0][0] == "-"
+        if entry.required and entry.opts[0][0] == "-"
         else ""
         if empty
         else f" (`{shown}`)"
@@ -84,10 +84,10 @@ def _default(one: Any) -> str:
 
 
 def _codes() -> dict[int, str]:
-    own = [one for one in vars(errors).values() if isinstance(one, type)]
-    found = {
-        one.exit_code: (one.__doc__ or "").partition("\n")[0]
-        for one in own
-        if issubclass(one, errors.DoraError) and "exit_code" in vars(one)
+    own = [var for var in vars(errors).values() if isinstance(var, type)]
+    results = {
+        entry.exit_code: (entry.__doc__ or "").partition("\n")[0]
+        for entry in own
+        if issubclass(entry, errors.DoraError) and "exit_code" in vars(entry)
     }
-    return found | CODES
+    return results | CODES

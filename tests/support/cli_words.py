@@ -15,10 +15,10 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
     Example: ``parsed(["worker", "a.toml", "--name", "w0"])[1]["name"] == "w0"``
     """
-    name, command, context, left = "dora-pipe", get_command(app), None, list(words)
+    name, command, context, remaining_words = "dora-pipe", get_command(app), None, list(words)
     while True:
-        context = command.make_context(name, left, parent=context)
+        context = command.make_context(name, remaining_words, parent=context)
         if not hasattr(command, "resolve_command"):
             return name, context.params
-        left = [*context._protected_args, *context.args]
-        name, command, left = command.resolve_command(context, left)
+        remaining_words = [*context._protected_args, *context.args]
+        name, command, remaining_words = command.resolve_command(context, remaining_words)

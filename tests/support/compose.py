@@ -91,9 +91,9 @@ def _service(name: str, raw: Mapping[str, Any], configs: Mapping[str, Any], base
         words=(*(entrypoint or ()), *raw.get("command", ())),
         entrypoint=None if entrypoint is None else tuple(entrypoint),
         environment={key: str(value) for key, value in raw.get("environment", {}).items()},
-        volumes={at: source for source, at, *_ in volumes if not source.startswith(".")},
-        mounts={at: base / source for source, at, *_ in volumes if source.startswith(".")},
-        files={one["target"]: configs[one["source"]]["content"] for one in raw.get("configs", [])},
+        volumes={target: source for source, target, *_ in volumes if not source.startswith(".")},
+        mounts={target: base / source for source, target, *_ in volumes if source.startswith(".")},
+        files={row["target"]: configs[row["source"]]["content"] for row in raw.get("configs", [])},
         depends_on={
             other: (how["condition"], how.get("required", True))
             for other, how in raw.get("depends_on", {}).items()
@@ -104,18 +104,18 @@ def _service(name: str, raw: Mapping[str, Any], configs: Mapping[str, Any], base
 
 def _interpolated(value: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _interpolated(one, variables) for key, one in value.items()}
+        return {key: _interpolated(entry, variables) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_interpolated(one, variables) for one in value]
+        return [_interpolated(entry, variables) for entry in value]
     if isinstance(value, str):
-        return _VARIABLE.sub(lambda found: _value(found, variables), value)
+        return _VARIABLE.sub(lambda result: _value(result, variables), value)
     return value
 
 
-def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    if found[0] == "$$":
+def _value(result: re.Match[str], variables: Mapping[str, str]) -> str:
+    if result[0] == "$$":
         return "$"
-    return variables.get(found[1]) or found[2] or ""
+    return variables.get(result[1]) or result[2] or ""
 
 
 class Containers:
@@ -193,10 +193,12 @@ class Containers:
 
     def _here(self, word: str, home: Path) -> str:
         everybody = self._services.values()
-        mounted = [pair for one in everybody for pair in one.volumes.items()]
+        mounted = [pair for service in everybody for pair in service.volumes.items()]
         places = {target: self.volume(source) for target, source in mounted}
-        own = [str(PurePosixPath(target).parent) for one in everybody for target in one.files]
+        own = [
+            str(PurePosixPath(target).parent) for service in everybody for target in service.files
+        ]
         places |= {folder: home / folder[1:] for folder in (*own, "/tmp")}
         names = "|".join(map(re.escape, [*places, *self._hosts]))
         both = {**{k: str(v) for k, v in places.items()}, **self._hosts}
-        return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda found: both[found[1]], word)
+        return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda result: both[result[1]], word)

@@ -29,69 +29,81 @@ Piece = tuple[SegmentKind, int]
 
 
 def in_pieces(
-    one: Trajectory, pieces: Sequence[Piece], contexts: tuple[Context, ...] = ()
+    trajectory: Trajectory, pieces: Sequence[Piece], contexts: tuple[Context, ...] = ()
 ) -> Trajectory:
     tiles: list[Segment] = []
     for kind, size in pieces:
-        at = tiles[-1].end if tiles else 0
+        position = tiles[-1].end if tiles else 0
         turn = sum(tile.kind == "model" for tile in tiles)
-        made: dict[str, Any] = (
-            {"worker": "w0", "incarnation": 7, "version": one.version} if kind == "model" else {}
+        created: dict[str, Any] = (
+            {"worker": "w0", "incarnation": 7, "version": trajectory.version}
+            if kind == "model"
+            else {}
         )
-        tile = Segment(kind=kind, start=at, end=at + size, turn=turn, start_ns=1, end_ns=2, **made)
+        tile = Segment(
+            kind=kind,
+            start=position,
+            end=position + size,
+            turn=turn,
+            start_ns=1,
+            end_ns=2,
+            **created,
+        )
         tiles.append(tile)
     mask = [int(tile.kind == "model") for tile in tiles for _ in range(tile.start, tile.end)]
-    known = [value if value is not None else -4.5 for value in one.logprobs]
-    logprobs = [value if of else None for value, of in zip(known, mask, strict=True)]
+    known_before = [value if value is not None else -4.5 for value in trajectory.logprobs]
+    logprobs = [value if of else None for value, of in zip(known_before, mask, strict=True)]
     return replace(
-        one,
+        trajectory,
         loss_mask=mask,
         logprobs=logprobs,
         sampler_logprobs=logprobs,
         segments=tiles,
-        meta=msgspec.structs.replace(one.meta, prompt_tokens=pieces[0][1], contexts=contexts),
+        meta=msgspec.structs.replace(
+            trajectory.meta, prompt_tokens=pieces[0][1], contexts=contexts
+        ),
     )
 
 
 def tree(chance: random.Random, name: str, *, vocabulary: int = 90) -> Trajectory:
     """Two turns, a sub-agent, a second answer to the prompt, and its compaction."""
-    prompt, first, said, second = (chance.randint(2, 6) for _ in range(4))
+    prompt, first, text, second = (chance.randint(2, 6) for _ in range(4))
     own, answer, other, kept, more, last = (chance.randint(2, 6) for _ in range(6))
     pieces: list[Piece] = [
-        *(("prompt", prompt), ("model", first), ("environment", said), ("model", second)),
+        *(("prompt", prompt), ("model", first), ("environment", text), ("model", second)),
         *(("prompt", own), ("model", answer)),
         *(("prompt", 0), ("model", other)),
         *(("prompt", more), ("model", last)),
     ]
-    starts, at = [], 0
+    starts, index = [], 0
     for kind, size in pieces:
-        starts += [at] if kind == "prompt" else []
-        at += size
+        starts += [index] if kind == "prompt" else []
+        index += size
     contexts = (
         Context(start=starts[1]),
         Context(start=starts[2], parent=0, shared=prompt),
         Context(start=starts[3], parent=2, shared=prompt + min(kept, other)),
     )
-    one = make_trajectory(
+    trajectory = make_trajectory(
         name,
         group_size=4,
         prompt=[],
-        sampled=[chance.randrange(4, vocabulary) for _ in range(at)],
-        logprobs=[-4.3 - chance.random() * 0.5 for _ in range(at)],
+        sampled=[chance.randrange(4, vocabulary) for _ in range(index)],
+        logprobs=[-4.3 - chance.random() * 0.5 for _ in range(index)],
         reward=chance.random(),
     )
-    return in_pieces(one, pieces, contexts)
+    return in_pieces(trajectory, pieces, contexts)
 
 
 def branched_batch(*, seed: int, groups: int = 3, samples: int = 4) -> TrainBatch:
     chance = random.Random(seed)
-    made = []
+    created = []
     for ordinal in range(groups):
         group = group_id("train", ordinal)
         names = [trajectory_id(group, sample) for sample in range(samples)]
         trees = [tree(chance, name) for name in names]
-        made.append(TrainGroup(group=group, version=0, trajectories=trees))
-    return TrainBatch(step=0, groups=made)
+        created.append(TrainGroup(group=group, version=0, trajectories=trees))
+    return TrainBatch(step=0, groups=created)
 
 
 def in_two_turns(batch: TrainBatch) -> TrainBatch:
@@ -104,10 +116,10 @@ def cut_in_two(batch: TrainBatch) -> TrainBatch:
     return _each(batch, _cut)
 
 
-def _two_turns(one: Trajectory) -> Trajectory:
-    prompt, size = one.meta.prompt_tokens, one.sampled - 2
+def _two_turns(trajectory: Trajectory) -> Trajectory:
+    prompt, size = trajectory.meta.prompt_tokens, trajectory.sampled - 2
     return in_pieces(
-        one,
+        trajectory,
         [
             *(("prompt", prompt), ("model", size // 2)),
             *(("environment", 2), ("model", size - size // 2)),
@@ -115,21 +127,21 @@ def _two_turns(one: Trajectory) -> Trajectory:
     )
 
 
-def _cut(one: Trajectory) -> Trajectory:
-    first, model, said, second = one.segments
-    opened = msgspec.structs.replace(said, kind="prompt", start=second.start, end=second.start)
+def _cut(trajectory: Trajectory) -> Trajectory:
+    first, model, text, second = trajectory.segments
+    opened = msgspec.structs.replace(text, kind="prompt", start=second.start, end=second.start)
     shared = Context(start=second.start, parent=0, shared=second.start)
     return replace(
-        one,
-        segments=[first, model, said, opened, second],
-        meta=msgspec.structs.replace(one.meta, contexts=(shared,)),
+        trajectory,
+        segments=[first, model, text, opened, second],
+        meta=msgspec.structs.replace(trajectory.meta, contexts=(shared,)),
     )
 
 
 def _each(batch: TrainBatch, change: object) -> TrainBatch:
     assert callable(change)
     groups = [
-        replace(group, trajectories=[change(one) for one in group.trajectories])
+        replace(group, trajectories=[change(trajectory) for trajectory in group.trajectories])
         for group in batch.groups
     ]
     return replace(batch, groups=groups)
@@ -161,11 +173,11 @@ class Served:
     Example: ``served = Served(one, engine, params); served.call(); served.trajectory()``.
     """
 
-    def __init__(self, found: Trajectory, engine: Engine, params: SamplingParams) -> None:
-        self._found, self._engine, self._params = found, engine, params
+    def __init__(self, trajectory: Trajectory, engine: Engine, params: SamplingParams) -> None:
+        self._found, self._engine, self._params = trajectory, engine, params
         self._own = [_Own(Context(start=0))]
         self._asked: Counter[str] = Counter()
-        self._own[0].give("prompt", list(found.token_ids[: found.meta.prompt_tokens]))
+        self._own[0].give("prompt", list(trajectory.token_ids[: trajectory.meta.prompt_tokens]))
         self._clock = 0
 
     def open(self, ids: Sequence[int], *, parent: int = -1, shared: int = 0) -> int:
@@ -230,41 +242,43 @@ class Served:
                     return event.reason
 
     def trajectory(self) -> Trajectory:
-        found, at = self._found, 0
+        trajectory, index = self._found, 0
         segments: list[Segment] = []
         calls: list[Call] = []
         prefills: list[int] = []
         contexts: list[Context] = []
-        sampler = {"worker": found.meta.worker, "incarnation": found.meta.incarnation}
+        sampler = {"worker": trajectory.meta.worker, "incarnation": trajectory.meta.incarnation}
         for number, own in enumerate(self._own):
             if number:
-                contexts.append(msgspec.structs.replace(own.context, start=at))
-            prefills += [at + place for place in own.prefills]
+                contexts.append(msgspec.structs.replace(own.context, start=index))
+            prefills += [index + prefill for prefill in own.prefills]
             calls += [
-                msgspec.structs.replace(call, start=at + start, end=at + end)
+                msgspec.structs.replace(call, start=index + start, end=index + end)
                 for start, end, call in own.calls
             ]
             turns = {start: turn for turn, (start, _, _) in enumerate(own.calls)}
             here = turn = 0
             for kind, size in own.tiles:
                 turn = turns.get(here, turn)
-                of: dict[str, Any] = dict(sampler, version=found.version) if kind == "model" else {}
-                start, end = at + here, at + here + size
+                of: dict[str, Any] = (
+                    dict(sampler, version=trajectory.version) if kind == "model" else {}
+                )
+                start, end = index + here, index + here + size
                 segments.append(
                     Segment(kind=kind, start=start, end=end, turn=turn, start_ns=1, end_ns=2, **of)
                 )
                 here += size
-            at += here
-        calls.sort(key=lambda one: one.answered_ns)
+            index += here
+        calls.sort(key=lambda row: row.answered_ns)
         return replace(
-            found,
+            trajectory,
             token_ids=[token for own in self._own for token in own.ids],
-            logprobs=[one for own in self._own for one in own.logprobs],
-            sampler_logprobs=[one for own in self._own for one in own.sampler],
-            loss_mask=[int(one is not None) for own in self._own for one in own.logprobs],
+            logprobs=[logprob for own in self._own for logprob in own.logprobs],
+            sampler_logprobs=[entry for own in self._own for entry in own.sampler],
+            loss_mask=[int(logprob is not None) for own in self._own for logprob in own.logprobs],
             segments=segments,
             meta=msgspec.structs.replace(
-                found.meta,
+                trajectory.meta,
                 finish=calls[-1].finish,
                 prefills=tuple(prefills),
                 contexts=tuple(contexts),
@@ -274,12 +288,12 @@ class Served:
 
 
 def served_agent(
-    found: Trajectory, engine: Engine, params: SamplingParams, weights: Path = Path()
+    trajectory: Trajectory, engine: Engine, params: SamplingParams, weights: Path = Path()
 ) -> Trajectory:
     """Two turns (the second one moves), a sub-agent, a second answer to the prompt, and its
     compaction."""
-    engine.load(weights, version=found.version, digest=found.digest)
-    served = Served(found, engine, params)
+    engine.load(weights, version=trajectory.version, digest=trajectory.digest)
+    served = Served(trajectory, engine, params)
     prompt = len(served.sequence(0))
     served.call(most=9)
     served.call(given=[7, 8, 9], moves_at=2)
@@ -290,5 +304,5 @@ def served_agent(
     shorter = served.open([21, 22], parent=again, shared=prompt + 2)
     served.call(shorter)
     served.call(searcher, given=[15], most=5)
-    engine.drop(found.version)
+    engine.drop(trajectory.version)
     return served.trajectory()

@@ -73,10 +73,10 @@ def remove_last_step(log: Tamper) -> str:
 
 def train_fenced(log: Tamper) -> str:
     used = {
-        one.trajectory: one
+        trajectory.trajectory: trajectory
         for _, fact in log.facts(StepCommitted)
         for group in fact.groups
-        for one in group.trajectories
+        for trajectory in group.trajectories
     }
     fenced = next(
         fact
@@ -87,16 +87,16 @@ def train_fenced(log: Tamper) -> str:
     def change(step: int, group: TakenGroup) -> TakenGroup:
         trajectories = tuple(
             msgspec.structs.replace(
-                one,
+                trajectory,
                 attempt=fenced.attempt,
                 incarnation=fenced.incarnation,
                 partition=fenced.partition,
                 offset=fenced.offset,
                 sha256=fenced.sha256,
             )
-            if one.trajectory == fenced.trajectory
-            else one
-            for one in group.trajectories
+            if trajectory.trajectory == fenced.trajectory
+            else trajectory
+            for trajectory in group.trajectories
         )
         return msgspec.structs.replace(group, trajectories=trajectories)
 
@@ -111,15 +111,15 @@ def train_beyond_deadline(log: Tamper) -> str:
         (step, early, late_step, late)
         for step, groups in batches.items()
         for early in groups
-        for late_step, others in batches.items()
-        for late in others
+        for late_step, batch in batches.items()
+        for late in batch
         if late_step > early.deadline and late.version <= step
     )
 
-    def change(at: int, group: TakenGroup) -> TakenGroup:
-        if at == step and group.group == early.group:
+    def change(position: int, group: TakenGroup) -> TakenGroup:
+        if position == step and group.group == early.group:
             return late
-        return early if at == late_step and group.group == late.group else group
+        return early if position == late_step and group.group == late.group else group
 
     log.rebatch(change)
     return early.group
@@ -129,33 +129,35 @@ def change_round(log: Tamper) -> str:
     row, round_ = next(
         (row, round_)
         for row, round_ in log.rounds()[10:]
-        if any(isinstance(one, Dispatch) for one in round_.decisions)
+        if any(isinstance(decision, Dispatch) for decision in round_.decisions)
     )
     decisions = list(round_.decisions)
-    place, one = next(
-        (place, one) for place, one in enumerate(decisions) if isinstance(one, Dispatch)
+    index, entry = next(
+        (index, decision)
+        for index, decision in enumerate(decisions)
+        if isinstance(decision, Dispatch)
     )
-    spec = msgspec.structs.replace(one.spec, index=one.spec.index + 1)
-    decisions[place] = msgspec.structs.replace(one, spec=spec)
+    spec = msgspec.structs.replace(entry.spec, index=entry.spec.index + 1)
+    decisions[index] = msgspec.structs.replace(entry, spec=spec)
     log.rewrite(row, msgspec.structs.replace(round_, decisions=tuple(decisions)))
     return spec.group
 
 
 def change_reward(log: Tamper) -> str:
-    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
-    log.log_otherwise(row, record, place, reward=1.0)
+    row, record, index, fact = next(entry for entry in log.logged()[40:] if entry[-1].reward == 0.0)
+    log.log_otherwise(row, record, index, reward=1.0)
     return fact.trajectory
 
 
 def change_answer(log: Tamper) -> str:
-    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
-    log.log_otherwise(row, record, place, answer="42")
+    row, record, index, fact = next(entry for entry in log.logged()[40:] if entry[-1].reward == 0.0)
+    log.log_otherwise(row, record, index, answer="42")
     return fact.trajectory
 
 
 def change_part(log: Tamper) -> str:
-    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].parts)
-    log.log_otherwise(row, record, place, parts={"exact": 0.5})
+    row, record, index, fact = next(entry for entry in log.logged()[40:] if entry[-1].parts)
+    log.log_otherwise(row, record, index, parts={"exact": 0.5})
     return fact.trajectory
 
 
@@ -180,10 +182,12 @@ def change_checkpoint(log: Tamper) -> str:
 
 def mix_in_another_run(log: Tamper) -> str:
     row, fact = log.trained()
-    last = max(one.offset for one in log.rows("trajectories") if one.partition == row.partition)
+    last = max(
+        entry.offset for entry in log.rows("trajectories") if entry.partition == row.partition
+    )
 
-    def change(one: Trajectory) -> Trajectory:
-        return replace(one, meta=msgspec.structs.replace(one.meta, run="other"))
+    def change(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, run="other"))
 
     log.put(replace(log.reencode(row, change), offset=last + 1))
     return fact.trajectory
@@ -195,16 +199,16 @@ def forge_everything(log: Tamper, change: Callable[[Trajectory], Trajectory] | N
     changed = log.reencode(row, change or another_token)
     sha256 = dict(changed.headers)["sha256"].decode()
     log.put(changed)
-    for at, record, place, one in log.logged():
-        if (one.partition, one.offset) == (row.partition, row.offset):
-            log.log_otherwise(at, record, place, sha256=sha256, bytes=len(changed.value))
+    for index, record, location, entry in log.logged():
+        if (entry.partition, entry.offset) == (row.partition, row.offset):
+            log.log_otherwise(index, record, location, sha256=sha256, bytes=len(changed.value))
 
     def retake(step: int, group: TakenGroup) -> TakenGroup:
         trajectories = tuple(
-            msgspec.structs.replace(one, sha256=sha256)
-            if one.trajectory == fact.trajectory
-            else one
-            for one in group.trajectories
+            msgspec.structs.replace(trajectory, sha256=sha256)
+            if trajectory.trajectory == fact.trajectory
+            else trajectory
+            for trajectory in group.trajectories
         )
         return msgspec.structs.replace(group, trajectories=trajectories)
 
@@ -220,49 +224,53 @@ def flip_last_byte(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def another_token(one: Trajectory) -> Trajectory:
-    ids = list(one.token_ids)
-    place = list(one.loss_mask).index(1)
-    ids[place] = ids[place] + 1 if ids[place] < 90 else 5
-    return replace(one, token_ids=ids)
+def another_token(trajectory: Trajectory) -> Trajectory:
+    ids = list(trajectory.token_ids)
+    index = list(trajectory.loss_mask).index(1)
+    ids[index] = ids[index] + 1 if ids[index] < 90 else 5
+    return replace(trajectory, token_ids=ids)
 
 
-def another_logprob(one: Trajectory) -> Trajectory:
-    place = len(one.logprobs) - 1
-    values = [*one.logprobs[:place], -0.125]
-    return replace(one, logprobs=values, sampler_logprobs=values)
+def another_logprob(trajectory: Trajectory) -> Trajectory:
+    index = len(trajectory.logprobs) - 1
+    values = [*trajectory.logprobs[:index], -0.125]
+    return replace(trajectory, logprobs=values, sampler_logprobs=values)
 
 
-def another_version(one: Trajectory) -> Trajectory:
+def another_version(trajectory: Trajectory) -> Trajectory:
     segments = [
-        msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
+        msgspec.structs.replace(segment, version=trajectory.version + 1)
+        for segment in trajectory.segments
     ]
-    return replace(one, version=one.version + 1, segments=segments)
+    return replace(trajectory, version=trajectory.version + 1, segments=segments)
 
 
-def another_segment_version(one: Trajectory) -> Trajectory:
+def another_segment_version(trajectory: Trajectory) -> Trajectory:
     segments = [
-        msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
+        msgspec.structs.replace(segment, version=trajectory.version + 1)
+        for segment in trajectory.segments
     ]
-    return replace(one, segments=segments)
+    return replace(trajectory, segments=segments)
 
 
 def forge_evaluation(log: Tamper) -> str:
     """Change the reward of an evaluation in record, control and digests."""
     rows = {(row.partition, row.offset): row for row in log.rows("trajectories")}
-    at, record, place, fact = next(
-        one for one in log.logged() if one[-1].trajectory.startswith("e") and one[-1].reward == 0.0
+    index, record, location, fact = next(
+        fact
+        for fact in log.logged()
+        if fact[-1].trajectory.startswith("e") and fact[-1].reward == 0.0
     )
     row = rows[fact.partition, fact.offset]
 
-    def change(one: Trajectory) -> Trajectory:
-        return replace(one, reward=1.0)
+    def change(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, reward=1.0)
 
     changed = log.reencode(row, change)
     log.put(changed)
     sha256 = dict(changed.headers)["sha256"].decode()
-    log.log_otherwise(at, record, place, reward=1.0, sha256=sha256, bytes=len(changed.value))
-    log.decide_otherwise(lambda one: _with_mean(one, fact.group))
+    log.log_otherwise(index, record, location, reward=1.0, sha256=sha256, bytes=len(changed.value))
+    log.decide_otherwise(lambda value: _with_mean(value, fact.group))
     log.mend()
     return fact.trajectory
 

@@ -75,8 +75,8 @@ class BatchLog:
 
     def _log(self, partition: int, trajectories: Sequence[Trajectory]) -> list[LoggedAt]:
         appends, sha256s = [], []
-        for one in trajectories:
-            value, headers = encode_trajectory(one)
+        for trajectory in trajectories:
+            value, headers = encode_trajectory(trajectory)
             sha256s.append(headers.sha256)
             appends.append(
                 Append(

@@ -70,9 +70,9 @@ class Stage:
                     self.events.append(event)
                     if isinstance(event, CallAsked):
                         self.calls.append(event)
-                        said = self._answer(event)
-                        if said is not None:
-                            self.port.start(said)
+                        answer = self._answer(event)
+                        if answer is not None:
+                            self.port.start(answer)
             time.sleep(0.001)
 
 
@@ -92,11 +92,11 @@ def stage(
         context_tokens=CONTEXT_TOKENS,
         sources=(source_setup(**task),),
     )
-    one = Stage(SessionPort(setup), answer)
+    stage = Stage(SessionPort(setup), answer)
     try:
-        yield one
+        yield stage
     finally:
-        one.close()
+        stage.close()
 
 
 def says(assets: Path, words: Mapping[int, str] | str) -> Callable[[CallAsked], AnswerCall]:

@@ -130,12 +130,12 @@ def requests(
         {"temperature": 0.0},
         {"temperature": 0.7, "logprob_temperature": 0.7},
     ]
-    made = []
+    created = []
     for number in range(count):
         length = int(chance.choice(LENGTHS))
         # Half of them plain: mixed batches use another code path.
         which = int(chance.integers(1, len(settings))) if chance.random() < 0.5 else 0
-        made.append(
+        created.append(
             request(
                 f"r{number}",
                 chance.integers(0, subject.vocabulary, length).tolist(),
@@ -144,13 +144,13 @@ def requests(
                 **settings[which],
             )
         )
-    return made
+    return created
 
 
 def run(
-    engine: Engine, wanted: Iterable[EngineRequest], *, together: int | None = None
+    engine: Engine, requests: Iterable[EngineRequest], *, together: int | None = None
 ) -> dict[str, Result]:
-    waiting = list(wanted)[::-1]
+    waiting = list(requests)[::-1]
     results: dict[str, Result] = {}
     for _ in range(STEPS_MAX):
         while waiting and engine.active < (together or engine.slots):
@@ -176,39 +176,42 @@ def take(result: Result, event: TokensSampled | RequestFinished) -> None:
     result.sampler_logprobs += event.sampler_logprobs
 
 
-def assert_alike(subject: Subject, found: Result, wanted: Result) -> None:
+def assert_alike(subject: Subject, result: Result, expected_result: Result) -> None:
     """Compare a request in two batches within the subject's rounding; if coarse, up to the first
     changed token."""
     if not subject.rounding:
-        assert found == wanted
+        assert result == expected_result
         return
-    pairs = zip(found.tokens, wanted.tokens, strict=False)
-    same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(wanted.tokens))
-    assert subject.coarse or found.tokens == wanted.tokens
-    assert subject.coarse or found.reason == wanted.reason
+    pairs = zip(result.tokens, expected_result.tokens, strict=False)
+    same = next(
+        (index for index, (entry, other) in enumerate(pairs) if entry != other),
+        len(expected_result.tokens),
+    )
+    assert subject.coarse or result.tokens == expected_result.tokens
+    assert subject.coarse or result.reason == expected_result.reason
     near = subject.rounding
-    assert found.logprobs[:same] == pytest.approx(wanted.logprobs[:same], abs=near)
+    assert result.logprobs[:same] == pytest.approx(expected_result.logprobs[:same], abs=near)
     if not subject.coarse:  # if coarse, truncation may remove another token
-        assert found.sampler_logprobs == pytest.approx(wanted.sampler_logprobs, abs=near)
+        assert result.sampler_logprobs == pytest.approx(expected_result.sampler_logprobs, abs=near)
 
 
 def assert_all_alike(
-    subject: Subject, found: Mapping[str, Result], wanted: Mapping[str, Result]
+    subject: Subject, results: Mapping[str, Result], expected_results: Mapping[str, Result]
 ) -> None:
-    assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert_alike(subject, found[name], one)
+    assert results.keys() == expected_results.keys()
+    for name, result in expected_results.items():
+        assert_alike(subject, results[name], result)
 
 
 @check()
 def check_requests_run_to_their_end(subject: Subject) -> None:
     engine = subject.open(slots=6)
-    wanted = requests(subject, 25)
-    results = run(engine, wanted)
-    for one in wanted:
-        result = results[one.request]
+    all_requests = requests(subject, 25)
+    results = run(engine, all_requests)
+    for request in all_requests:
+        result = results[request.request]
         assert result.reason == "length"
-        assert len(result.tokens) == one.params.max_tokens
+        assert len(result.tokens) == request.params.max_tokens
         assert all(0 <= token < subject.vocabulary for token in result.tokens)
         assert all(np.isfinite(result.logprobs)) and max(result.logprobs) <= 0
         assert max(result.sampler_logprobs) <= 0
@@ -219,8 +222,15 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 @check()
 def check_declarations_are_known(subject: Subject) -> None:
     engine = subject.open(slots=3, context_tokens=64)
-    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, PARTIAL_ROLLOUT, SLEEP}
-    assert engine.declares <= known
+    known_before = {
+        COUNTER_SAMPLING,
+        BATCH_INVARIANT,
+        PREFILL_EXACT,
+        KV_EXPORT,
+        PARTIAL_ROLLOUT,
+        SLEEP,
+    }
+    assert engine.declares <= known_before
     assert engine.slots == 3 and engine.context_tokens == 64
     assert engine.name and engine.version and engine.device and engine.dtype
 
@@ -229,7 +239,7 @@ def check_declarations_are_known(subject: Subject) -> None:
 def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
     """`emit_every` splits events and changes nothing else."""
     engine = subject.open(slots=4)
-    whole = run(engine, [request("r", [5, 6, 7], max_tokens=23)])["r"]
+    full = run(engine, [request("r", [5, 6, 7], max_tokens=23)])["r"]
     engine.add(replace(request("r", [5, 6, 7], max_tokens=23), emit_every=5))
     chunks, result, firsts = [], Result(), set()
     while engine.active:
@@ -240,7 +250,7 @@ def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
                 chunks.append(len(event.token_ids))
                 firsts.add(event.first_token_ns)
     assert chunks == [5, 5, 5, 5, 3]
-    assert result == whole
+    assert result == full
     assert len(firsts) == 1
 
 
@@ -265,9 +275,9 @@ def check_refusals(subject: Subject) -> None:
         request("b", [5], stop=("x",)),
         request("b", [5], stop=("",)),
     ]
-    for one in bad:
-        with pytest.raises(ValueError, match=one.request):
-            engine.add(one)
+    for req in bad:
+        with pytest.raises(ValueError, match=req.request):
+            engine.add(req)
     engine.add(request("b", [5] * 63))
     with pytest.raises(ValueError, match="slots"):
         engine.add(request("c", [5]))
@@ -287,20 +297,20 @@ def check_a_context_that_is_too_long_is_refused_alike(subject: Subject) -> None:
     with pytest.raises(ValueError, match="leave no room"):
         engine.add(again)
     assert engine.active == 0
-    found = run(engine, [request("r", [5] * 45, max_tokens=10**6)])["r"]
-    assert (len(found.tokens), found.reason) == (3, "length")
+    result = run(engine, [request("r", [5] * 45, max_tokens=10**6)])["r"]
+    assert (len(result.tokens), result.reason) == (3, "length")
 
 
 @check()
 def check_cancel(subject: Subject) -> None:
-    wanted = requests(subject, 6)
-    alone = run(subject.open(slots=6), wanted)
+    all_requests = requests(subject, 6)
+    alone = run(subject.open(slots=6), all_requests)
     engine = subject.open(slots=6)
-    for one in wanted:
-        engine.add(one)
+    for request in all_requests:
+        engine.add(request)
     engine.cancel("nobody")
     engine.cancel("r0")
-    results = {one.request: Result() for one in wanted}
+    results = {request.request: Result() for request in all_requests}
     for steps in range(STEPS_MAX):
         if not engine.active:
             break
@@ -314,7 +324,7 @@ def check_cancel(subject: Subject) -> None:
         assert_alike(subject, results[name], alone[name])
     assert results["r0"] == Result()
     assert results["r3"].reason is None or len(alone["r3"].tokens) <= 1
-    assert_all_alike(subject, run(engine, wanted), alone)
+    assert_all_alike(subject, run(engine, all_requests), alone)
 
 
 @check()
@@ -364,24 +374,24 @@ def check_counter_sampling(subject: Subject) -> None:
     first, second = run(engine, [same])["r"], run(engine, [same])["r"]
     assert first == second
     assert first.sampler_logprobs == first.logprobs
-    others = [replace(same, request=f"s{seed}", seed=seed) for seed in (8, 9, 2**63 - 1)]
-    drawn = [tuple(one.tokens) for one in run(engine, others).values()]
+    rest = [replace(same, request=f"s{seed}", seed=seed) for seed in (8, 9, 2**63 - 1)]
+    drawn = [tuple(entry.tokens) for entry in run(engine, rest).values()]
     assert len({tuple(first.tokens), *drawn}) == 4
     greedy = [request(f"g{seed}", [5, 6, 7], seed=seed, temperature=0.0) for seed in (1, 2)]
-    one, two = run(engine, greedy).values()
-    assert one.tokens == two.tokens
-    assert set(one.sampler_logprobs) == {0.0}
+    entry, two = run(engine, greedy).values()
+    assert entry.tokens == two.tokens
+    assert set(entry.sampler_logprobs) == {0.0}
 
 
 @check(BATCH_INVARIANT)
 def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int = 60) -> None:
     assert BATCH_INVARIANT in subject.open(slots=1).declares
-    wanted = requests(subject, count, seed=2, max_tokens=max_tokens)
+    all_requests = requests(subject, count, seed=2, max_tokens=max_tokens)
     engine = subject.open(slots=48)
-    reference = run(engine, wanted)
+    reference = run(engine, all_requests)
     for together, order in ((1, 1), (3, -1), (7, 1), (9, -1), (20, 1), (48, -1)):
-        some = wanted[: 5 * together + 1]  # refill every slot several times
-        results = run(engine, some[::order], together=together)
+        subset = all_requests[: 5 * together + 1]  # refill every slot several times
+        results = run(engine, subset[::order], together=together)
         assert results == {name: reference[name] for name in results}, f"{together} together"
 
 
@@ -390,20 +400,20 @@ def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 
     """Resuming from any prefix gives the same bits."""
     engine = subject.open(slots=16)
     assert PREFILL_EXACT in engine.declares
-    wanted = requests(subject, count, seed=3, max_tokens=max_tokens)
-    whole = run(engine, wanted)
+    all_requests = requests(subject, count, seed=3, max_tokens=max_tokens)
+    full = run(engine, all_requests)
     cuts = {}
-    for one in wanted:
-        tokens = whole[one.request].tokens
+    for request in all_requests:
+        tokens = full[request.request].tokens
         for cut in {1, len(tokens) // 2, len(tokens) - 1} - {0}:
             if cut < len(tokens):
-                name = f"{one.request}@{cut}"
-                prefix = [*one.token_ids, *tokens[:cut]]
+                name = f"{request.request}@{cut}"
+                prefix = [*request.token_ids, *tokens[:cut]]
                 cuts[name] = (
-                    replace(one, request=name, token_ids=prefix, sampled=cut),
-                    whole[one.request].after(cut),
+                    replace(request, request=name, token_ids=prefix, sampled=cut),
+                    full[request.request].after(cut),
                 )
-    results = run(engine, [one for one, _ in cuts.values()])
+    results = run(engine, [entry for entry, _ in cuts.values()])
     assert results == {name: rest for name, (_, rest) in cuts.items()}
 
 
@@ -411,35 +421,35 @@ def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 
 def check_load(subject: Subject) -> None:
     (first, first_digest), (second, second_digest) = subject.policies
     engine = subject.open(slots=4)
-    wanted = requests(subject, 4)
-    before = run(engine, wanted)
-    engine.add(wanted[0])
+    all_requests = requests(subject, 4)
+    before = run(engine, all_requests)
+    engine.add(all_requests[0])
     with pytest.raises(ValueError, match="active"):
         engine.load(second, version=1, digest=second_digest)
-    engine.cancel(wanted[0].request)
+    engine.cancel(all_requests[0].request)
     loaded = engine.load(second, version=1, digest=second_digest)
     assert (loaded.version, loaded.digest) == (1, second_digest) and loaded.load_ms >= 0
-    assert run(engine, wanted) != before
+    assert run(engine, all_requests) != before
     engine.load(first, version=2, digest=first_digest)
-    assert_all_alike(subject, run(engine, wanted), before)
+    assert_all_alike(subject, run(engine, all_requests), before)
 
 
 @check(SLEEP)
 def check_sleep(subject: Subject) -> None:
     (first, digest), _ = subject.policies
     engine = subject.open(slots=4)
-    wanted = requests(subject, 4)
-    before = run(engine, wanted)
-    engine.add(wanted[0])
+    all_requests = requests(subject, 4)
+    before = run(engine, all_requests)
+    engine.add(all_requests[0])
     with pytest.raises(ValueError, match="active"):
         engine.sleep()
-    engine.cancel(wanted[0].request)
+    engine.cancel(all_requests[0].request)
     asleep = engine.sleep()
     assert (asleep.version, asleep.digest) == (-1, "")
     with pytest.raises(ValueError, match="no weights"):
-        engine.add(wanted[0])
+        engine.add(all_requests[0])
     engine.load(first, version=5, digest=digest)
-    assert_all_alike(subject, run(engine, wanted), before)
+    assert_all_alike(subject, run(engine, all_requests), before)
 
 
 @check()
@@ -450,8 +460,8 @@ def check_accounting(subject: Subject) -> None:
     assert (engine.active, engine.kv_used_tokens) == (0, 0)
     lengths = {"a": 10, "b": 20}
     for name, length in lengths.items():
-        one = request(name, [5] * length, max_tokens=5 if name == "a" else 9)
-        engine.add(replace(one, emit_every=1))
+        req = request(name, [5] * length, max_tokens=5 if name == "a" else 9)
+        engine.add(replace(req, emit_every=1))
     sampled = dict.fromkeys(lengths, 0)
     for _ in range(STEPS_MAX):
         assert engine.active == len(lengths)
@@ -473,14 +483,14 @@ def check_logprobs_are_at_the_temperature_asked_for(subject: Subject) -> None:
     """Without truncation, log-probs are those of the sampling distribution, also in mixed
     batches; tokens do not depend on them."""
     hot: dict[str, Any] = {"temperature": 0.7, "max_tokens": 20}
-    wanted = [
+    expected = [
         request("raw", [5, 6, 7], seed=3, **hot),
         request("tempered", [5, 6, 7], seed=3, logprob_temperature=0.7, **hot),
         request("cut", [5, 6, 7], seed=3, logprob_temperature=0.7, top_k=4, **hot),
         request("plain", [5, 6, 7], seed=3, max_tokens=20),
     ]
-    found = run(subject.open(slots=4), wanted)
-    raw, tempered, cut, plain = (found[one.request] for one in wanted)
+    result = run(subject.open(slots=4), expected)
+    raw, tempered, cut, plain = (result[request.request] for request in expected)
     assert plain.logprobs == plain.sampler_logprobs
     near = 1e-5 + subject.rounding
     assert np.allclose(tempered.logprobs, tempered.sampler_logprobs, atol=near)

@@ -66,7 +66,7 @@ def finish(engine: Engine, results: dict[str, Result]) -> None:
 def move(
     source: Engine,
     target: Engine,
-    one: EngineRequest,
+    request: EngineRequest,
     result: Result,
     carry: Carrier = plain,
     *,
@@ -74,16 +74,20 @@ def move(
 ) -> bool:
     """Move a request between engines; return whether its cache moved too. An engine that
     computes `ahead` may have ended it."""
-    found = source.export(one.request)
-    if ahead and found is None:
+    export = source.export(request.request)
+    if ahead and export is None:
         return False
-    assert found is not None and source.export(one.request) is None
-    if found.sampled is not None:
-        take(result, found.sampled)
-    sequence = [*one.token_ids, *result.tokens]
-    kv = carry(found.kv) if found.kv is not None else None
+    assert export is not None and source.export(request.request) is None
+    if export.sampled is not None:
+        take(result, export.sampled)
+    sequence = [*request.token_ids, *result.tokens]
+    kv = carry(export.kv) if export.kv is not None else None
     again = replace(
-        one, token_ids=sequence, sampled=one.sampled + len(result.tokens), kv=kv, emit_every=7
+        request,
+        token_ids=sequence,
+        sampled=request.sampled + len(result.tokens),
+        kv=kv,
+        emit_every=7,
     )
     if kv is not None:
         assert kv.tokens == len(sequence) - 1
@@ -92,16 +96,16 @@ def move(
     return kv is not None
 
 
-def taken_out(engine: Engine, one: EngineRequest, *, after: int) -> Exported:
+def taken_out(engine: Engine, request: EngineRequest, *, after: int) -> Exported:
     """Export a request after some steps; retry if the engine already ended it."""
     for _ in range(ATTEMPTS_MAX):
-        engine.add(one)
+        engine.add(request)
         steps(engine, {}, after)
-        found = engine.export(one.request)
-        if found is not None:
-            return found
-        finish(engine, {one.request: Result()})
-    raise AssertionError(f"{one.request} is never given out")
+        export = engine.export(request.request)
+        if export is not None:
+            return export
+        finish(engine, {request.request: Result()})
+    raise AssertionError(f"{request.request} is never given out")
 
 
 @check(KV_EXPORT, BATCH_INVARIANT)
@@ -110,27 +114,29 @@ def check_moved_requests_end_as_if_they_had_stayed(
 ) -> None:
     source, target = subject.open(slots=count + 4), subject.open(slots=count + 8)
     assert KV_EXPORT in source.declares
-    wanted = requests(subject, count, seed=4, max_tokens=90)
-    wholes = run(subject.open(slots=count), wanted)
+    all_requests = requests(subject, count, seed=4, max_tokens=90)
+    wholes = run(subject.open(slots=count), all_requests)
     for cut in cuts:
         company = requests(subject, 6, seed=cut, max_tokens=150)
-        company = [replace(one, request=f"c{one.request}") for one in company]
-        results = {one.request: Result() for one in [*wanted, *company]}
-        for one in company:
-            target.add(one)
+        company = [replace(request, request=f"c{request.request}") for request in company]
+        results = {request.request: Result() for request in [*all_requests, *company]}
+        for req in company:
+            target.add(req)
         steps(target, results, 3)
-        for one in wanted:
-            source.add(replace(one, emit_every=5))
+        for req in all_requests:
+            source.add(replace(req, emit_every=5))
         steps(source, results, cut)
-        running = [one for one in wanted if results[one.request].reason is None]
-        for one in running[::2]:
-            went_along = move(source, target, one, results[one.request], carry)
+        running = [request for request in all_requests if results[request.request].reason is None]
+        for req in running[::2]:
+            went_along = move(source, target, req, results[req.request], carry)
             # The first step may not prefill every prompt.
             assert went_along or cut == 1 or carry is not plain
             steps(target, results, 1)
         finish(source, results)
         finish(target, results)
-        assert {one.request: results[one.request] for one in wanted} == wholes, f"cut {cut}"
+        assert {request.request: results[request.request] for request in all_requests} == wholes, (
+            f"cut {cut}"
+        )
         assert (source.kv_used_tokens, target.kv_used_tokens) == (0, 0)
 
 
@@ -138,17 +144,17 @@ def check_moved_requests_end_as_if_they_had_stayed(
 def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = plain) -> None:
     """Requests also move before their first step."""
     engines = [subject.open(slots=3), subject.open(slots=5)]
-    one = request("r", [5, 6, 7, 8], max_tokens=240, seed=3)
-    whole = run(engines[0], [one])["r"]
+    req = request("r", [5, 6, 7, 8], max_tokens=240, seed=3)
+    full = run(engines[0], [req])["r"]
     result = {"r": Result()}
-    engines[0].add(one)
-    for at, between in enumerate((1, 0, 2, 27, 33, 0, 0, 31)):
-        steps(engines[at % 2], result, between)
-        source, target = engines[at % 2], engines[1 - at % 2]
-        move(source, target, one, result["r"], carry, ahead=subject.ahead)
+    engines[0].add(req)
+    for index, between in enumerate((1, 0, 2, 27, 33, 0, 0, 31)):
+        steps(engines[index % 2], result, between)
+        source, target = engines[index % 2], engines[1 - index % 2]
+        move(source, target, req, result["r"], carry, ahead=subject.ahead)
     finish(engines[0], result)
     finish(engines[1], result)
-    assert result["r"] == whole
+    assert result["r"] == full
 
 
 @check(KV_EXPORT)
@@ -159,44 +165,44 @@ def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
     engine.add(request("a", [5, 6, 7]))
     engine.add(request("b", [5]))
     for name in "ab":
-        found = engine.export(name)
-        assert found is not None and (found.sampled, found.kv) == (None, None)
+        export = engine.export(name)
+        assert export is not None and (export.sampled, export.kv) == (None, None)
     assert engine.active == 0 and engine.step() == []
-    wanted = requests(subject, 4)
-    assert run(engine, wanted) == run(subject.open(slots=2), wanted)
+    all_requests = requests(subject, 4)
+    assert run(engine, all_requests) == run(subject.open(slots=2), all_requests)
 
 
 @check(KV_EXPORT, BATCH_INVARIANT)
 def check_export_leaves_the_others_alone(subject: Subject) -> None:
-    wanted = requests(subject, 10, seed=6, max_tokens=60)
-    alone = run(subject.open(slots=10), wanted)
+    all_requests = requests(subject, 10, seed=6, max_tokens=60)
+    alone = run(subject.open(slots=10), all_requests)
     engine = subject.open(slots=10)
-    results = {one.request: Result() for one in wanted}
-    for one in wanted:
-        engine.add(one)
-    gone = []
+    results = {request.request: Result() for request in all_requests}
+    for req in all_requests:
+        engine.add(req)
+    removed = []
     for name in ("r0", "r9", "r4", "r5"):
         steps(engine, results, 2)
         if engine.export(name) is not None:
-            gone.append(name)
+            removed.append(name)
     finish(engine, results)
-    assert gone
+    assert removed
     for name, result in results.items():
-        assert name in gone or result == alone[name]
+        assert name in removed or result == alone[name]
 
 
 @check(KV_EXPORT)
 def check_unfit_caches_are_refused(subject: Subject) -> None:
     engine = subject.open(slots=2)
-    one = request("r", [5, 6, 7, 8], max_tokens=200)
+    req = request("r", [5, 6, 7, 8], max_tokens=200)
     exported: list[EngineRequest] = []
     for weights, digest in (*subject.policies[::-1],):
         engine.load(weights, version=len(exported), digest=digest)
-        found = taken_out(engine, one, after=4)
-        assert found.sampled is not None and found.kv is not None
-        sequence = [*one.token_ids, *found.sampled.token_ids]
-        done = len(found.sampled.token_ids)  # a busy server may return fewer than one per step
-        exported.append(replace(one, token_ids=sequence, sampled=done, kv=found.kv))
+        result = taken_out(engine, req, after=4)
+        assert result.sampled is not None and result.kv is not None
+        sequence = [*req.token_ids, *result.sampled.token_ids]
+        done = len(result.sampled.token_ids)  # a busy server may return fewer than one per step
+        exported.append(replace(req, token_ids=sequence, sampled=done, kv=result.kv))
     other, good = exported
     kv = good.kv
     assert kv is not None
@@ -215,8 +221,8 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
         with pytest.raises(ValueError, match=why):
             engine.add(refused)
         assert engine.active == 0
-    assert engine.kv_error(good) is None and engine.kv_error(one) is None
-    assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(good.sampled)
+    assert engine.kv_error(good) is None and engine.kv_error(req) is None
+    assert run(engine, [good])["r"] == run(subject.open(slots=1), [req])["r"].after(good.sampled)
 
 
 @check(PARTIAL_ROLLOUT)
@@ -227,11 +233,11 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
     engine, fresh = subject.open(slots=12), subject.open(slots=12)
     assert PARTIAL_ROLLOUT in engine.declares
     fresh.load(second, version=1, digest=digest)
-    wanted = requests(subject, 10, seed=8, max_tokens=90)
-    wholes = run(subject.open(slots=10), wanted)
-    results = {one.request: Result() for one in wanted}
-    for number, one in enumerate(wanted):
-        engine.add(replace(one, emit_every=(0, 4)[number % 2]))
+    all_requests = requests(subject, 10, seed=8, max_tokens=90)
+    wholes = run(subject.open(slots=10), all_requests)
+    results = {request.request: Result() for request in all_requests}
+    for number, req in enumerate(all_requests):
+        engine.add(replace(req, emit_every=(0, 4)[number % 2]))
     steps(engine, results, 6)
     *pending, loaded = engine.reload_keeping(second, version=1, digest=digest)
     assert isinstance(loaded, WeightsLoaded) and (loaded.version, loaded.digest) == (1, digest)
@@ -239,13 +245,13 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
         assert not isinstance(event, WeightsLoaded)
         take(results[event.request], event)
     cuts, rests = {}, []
-    for one in wanted:
-        result = results[one.request]
-        assert_alike(subject, result, replace_reason(wholes[one.request], result))
+    for req in all_requests:
+        result = results[req.request]
+        assert_alike(subject, result, replace_reason(wholes[req.request], result))
         if result.reason is None:
-            cut = cuts[one.request] = len(result.tokens)
-            rests.append(replace(one, token_ids=[*one.token_ids, *result.tokens], sampled=cut))
-    assert rests and (subject.ahead or {cuts[one.request] for one in rests} == {6})
+            cut = cuts[req.request] = len(result.tokens)
+            rests.append(replace(req, token_ids=[*req.token_ids, *result.tokens], sampled=cut))
+    assert rests and (subject.ahead or {cuts[rest.request] for rest in rests} == {6})
     engine.add(request("late", [9, 8, 7], max_tokens=20))
     results["late"] = Result()
     finish(engine, results)
@@ -255,12 +261,12 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
     assert engine.kv_used_tokens == 0
 
 
-def replace_reason(whole: Result, part: Result) -> Result:
+def replace_reason(result: Result, part: Result) -> Result:
     size = len(part.tokens)
     return Result(
-        tokens=whole.tokens[:size],
-        logprobs=whole.logprobs[:size],
-        sampler_logprobs=whole.sampler_logprobs[:size],
+        tokens=result.tokens[:size],
+        logprobs=result.logprobs[:size],
+        sampler_logprobs=result.sampler_logprobs[:size],
         reason=part.reason,
     )
 
@@ -270,9 +276,9 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
     """Weights change before the first step, twice in a row, and back."""
     first, second = subject.policies
     engine = subject.open(slots=2)
-    one = request("r", [5, 6, 7], max_tokens=60, seed=4)
+    req = request("r", [5, 6, 7], max_tokens=60, seed=4)
     result = {"r": Result()}
-    engine.add(replace(one, emit_every=1))
+    engine.add(replace(req, emit_every=1))
     for version, between in enumerate((0, 3, 0, 33, 2)):
         steps(engine, result, between)
         path, digest = (second, first)[version % 2]
@@ -280,7 +286,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
         assert isinstance(loaded, WeightsLoaded)
     cut = len(result["r"].tokens)
     finish(engine, result)
-    again = replace(one, token_ids=[*one.token_ids, *result["r"].tokens[:cut]], sampled=cut)
+    again = replace(req, token_ids=[*req.token_ids, *result["r"].tokens[:cut]], sampled=cut)
     other = subject.open(slots=2)
     other.load(second[0], version=1, digest=second[1])
     assert_alike(subject, result["r"].after(cut), run(other, [again])["r"])
@@ -291,11 +297,11 @@ def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None
     from dora_pipe.core.errors import PolicyError
 
     engine = subject.open(slots=4)
-    wanted = requests(subject, 4, seed=9)
-    wholes = run(engine, wanted)
-    results = {one.request: Result() for one in wanted}
-    for one in wanted:
-        engine.add(one)
+    all_requests = requests(subject, 4, seed=9)
+    wholes = run(engine, all_requests)
+    results = {request.request: Result() for request in all_requests}
+    for req in all_requests:
+        engine.add(req)
     steps(engine, results, 2)
     with pytest.raises(PolicyError):
         engine.reload_keeping(subject.policies[1][0], version=1, digest="")

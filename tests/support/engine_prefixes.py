@@ -49,12 +49,12 @@ def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> 
             map(int, chance.integers(0, min(90, subject.vocabulary), chance.integers(most)))
         )
 
-    system, found = said(60), []
+    system, result = said(60), []
     for group in range(groups):
         prompt = [5, *system[: chance.integers(len(system) + 1)], *said(90)]
         for sample in range(size):
             cuts = [0.5 if chance.random() < 0.2 else 1.0 for _ in range(chance.integers(4))]
-            found.append(
+            result.append(
                 Episode(
                     name=f"{group}-{sample}",
                     ids=list(prompt),
@@ -62,35 +62,37 @@ def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> 
                     seed=int(chance.integers(1 << 40)),
                 )
             )
-    return found
+    return result
 
 
-def play(engine: Engine, wanted: list[Episode], *, max_tokens: int = 12) -> dict[str, list[Result]]:
-    waiting, running = deque(wanted), dict[str, tuple[Episode, Result]]()
+def play(
+    engine: Engine, episodes: list[Episode], *, max_tokens: int = 12
+) -> dict[str, list[Result]]:
+    waiting, running = deque(episodes), dict[str, tuple[Episode, Result]]()
     for _ in range(STEPS_MAX):
         while waiting and engine.active < engine.slots:
-            one = waiting.popleft()
-            running[one.name] = one, Result()
-            engine.add(request(one.name, one.ids, seed=one.seed, max_tokens=max_tokens))
+            episode = waiting.popleft()
+            running[episode.name] = episode, Result()
+            engine.add(request(episode.name, episode.ids, seed=episode.seed, max_tokens=max_tokens))
         if not engine.active:
-            return {one.name: one.done for one in wanted}
+            return {episode.name: episode.done for episode in episodes}
         for event in engine.step():
             assert not isinstance(event, WeightsLoaded)
-            one, result = running[event.request]
+            episode, result = running[event.request]
             take(result, event)
-            if isinstance(event, RequestFinished) and _goes_on(one, result):
-                waiting.append(one)
+            if isinstance(event, RequestFinished) and _goes_on(episode, result):
+                waiting.append(episode)
     raise AssertionError(f"still {engine.active} active rows after {STEPS_MAX} steps")
 
 
-def _goes_on(one: Episode, result: Result) -> bool:
-    one.done.append(result)
-    if not one.answers:
+def _goes_on(episode: Episode, result: Result) -> bool:
+    episode.done.append(result)
+    if not episode.answers:
         return False
-    share, more = one.answers.popleft()
-    whole = [*one.ids, *result.tokens]
-    one.ids = [*whole[: max(1, len(whole) * share // 100)], *more]
-    return len(one.ids) < CONTEXT_TOKENS
+    share, more = episode.answers.popleft()
+    full = [*episode.ids, *result.tokens]
+    episode.ids = [*full[: max(1, len(full) * share // 100)], *more]
+    return len(episode.ids) < CONTEXT_TOKENS
 
 
 def opens_keeping(subject: Subject) -> Callable[..., Engine]:
@@ -105,8 +107,8 @@ def check_kept_prefixes_change_no_bit(
     subject: Subject, plain: Engine, keeping: Engine, seed: int
 ) -> None:
     before, before_plain = keeping.prompt_tokens, plain.prompt_tokens
-    wanted = play(plain, episodes(subject, seed))
-    assert play(keeping, episodes(subject, seed)) == wanted
+    expected = play(plain, episodes(subject, seed))
+    assert play(keeping, episodes(subject, seed)) == expected
     assert plain.prompt_tokens.reused == 0
     spent = since(keeping, before)
     assert spent.computed + spent.reused == since(plain, before_plain).computed
@@ -120,8 +122,8 @@ def check_samples_compute_their_prompt_once(subject: Subject, *, size: int = 8) 
         for seed in range(size)
     ]
     plain, keeping = subject.open(slots=size), open_keeping(slots=size)
-    wanted = play(plain, [replace(one, done=[]) for one in group])
-    assert play(keeping, group) == wanted
+    expected = play(plain, [replace(entry, done=[]) for entry in group])
+    assert play(keeping, group) == expected
     assert plain.prompt_tokens == PromptTokens(computed=size * (len(prompt) - 1))
     once = len(prompt) - 1
     assert keeping.prompt_tokens == PromptTokens(computed=once, reused=(size - 1) * once)
@@ -130,8 +132,8 @@ def check_samples_compute_their_prompt_once(subject: Subject, *, size: int = 8) 
 def check_a_turn_computes_what_was_said_since(subject: Subject) -> None:
     """Computes only the last sampled token, whose keys were not needed, and the new ones."""
     engine = opens_keeping(subject)(slots=2)
-    one = Episode(name="e", ids=[5] * 40, answers=deque([(100, [7] * 9)] * 3), seed=1)
-    play(engine, [one], max_tokens=20)
+    episode = Episode(name="e", ids=[5] * 40, answers=deque([(100, [7] * 9)] * 3), seed=1)
+    play(engine, [episode], max_tokens=20)
     starts = [40 + 29 * turn for turn in range(4)]  # per turn: 20 sampled, 9 appended
     assert engine.prompt_tokens.computed == 39 + 3 * 9
     assert engine.prompt_tokens.reused == sum(start - 1 - 9 for start in starts[1:])
@@ -150,13 +152,13 @@ def check_versions_that_are_replaced_take_theirs_along(subject: Subject) -> None
     engine = opens_keeping(subject)(slots=2)
     (_, first), (_, second) = subject.policies
     asked = request("r", [5, 6, 7] * 20, max_tokens=9)
-    wanted = _run_one(engine, asked)
-    assert _run_one(engine, asked) == wanted
+    expected = _run_one(engine, asked)
+    assert _run_one(engine, asked) == expected
     assert engine.prompt_tokens.reused == 59
     for version, digest, path in ((1, second, 1), (2, first, 0)):
         engine.load(subject.policies[path][0], version=version, digest=digest)
-        found = _run_one(engine, asked)
-        assert (found == wanted) == (digest == first)
+        result = _run_one(engine, asked)
+        assert (result == expected) == (digest == first)
     assert engine.prompt_tokens.reused == 59
 
 
@@ -171,8 +173,8 @@ def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> Non
         name: request(name, [5, 6, 7] * 20, seed=seed, max_tokens=40)
         for seed, name in enumerate(results)
     }
-    for one in asked.values():
-        engine.add(one)
+    for trajectory in asked.values():
+        engine.add(trajectory)
     for _ in range(10):
         _take_all(engine.step(), results)
     _take_all(engine.reload_keeping(path, version=1, digest=digest), results)
@@ -184,16 +186,16 @@ def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> Non
     assert since(engine, spent).computed >= 60 + max(map(len, before.values())) - 1
     plain = subject.open(slots=4)
     plain.load(path, version=1, digest=digest)
-    for name, one in asked.items():
-        tokens = [*one.token_ids, *before[name]]
-        fresh = replace(one, token_ids=tokens, sampled=len(before[name]))
+    for name, trajectory in asked.items():
+        tokens = [*trajectory.token_ids, *before[name]]
+        fresh = replace(trajectory, token_ids=tokens, sampled=len(before[name]))
         assert _run_one(plain, fresh).tokens == results[name].tokens[len(before[name]) :]
 
 
 def check_cache_of_another_engine_is_kept_for_nobody(subject: Subject) -> None:
     source, engine = subject.open(slots=1), opens_keeping(subject)(slots=2)
-    one = request("r", [5] * 40, max_tokens=30)
-    source.add(one)
+    req = request("r", [5] * 40, max_tokens=30)
+    source.add(req)
     for _ in range(5):
         source.step()
     exported = source.export("r")
@@ -201,9 +203,9 @@ def check_cache_of_another_engine_is_kept_for_nobody(subject: Subject) -> None:
     if exported.kv is None:
         pytest.skip(f"{subject.name} hands over no caches")
     tokens = exported.sampled.token_ids
-    goes_on = replace(one, token_ids=[*one.token_ids, *tokens], sampled=len(tokens))
-    whole = _run_one(engine, replace(goes_on, kv=exported.kv))
-    _run_one(engine, request("s", [*goes_on.token_ids, *whole.tokens], max_tokens=2))
+    goes_on = replace(req, token_ids=[*req.token_ids, *tokens], sampled=len(tokens))
+    full = _run_one(engine, replace(goes_on, kv=exported.kv))
+    _run_one(engine, request("s", [*goes_on.token_ids, *full.tokens], max_tokens=2))
     assert engine.prompt_tokens.reused == 0
 
 

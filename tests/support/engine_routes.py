@@ -15,23 +15,23 @@ from tests.support.engine_contract import request
 def routed_run(
     engine: Engine, requests: Sequence[EngineRequest]
 ) -> dict[str, tuple[list[int], Routes]]:
-    for one in requests:
-        engine.add(one)
-    tokens: dict[str, list[int]] = {one.request: [] for one in requests}
-    routes = {one.request: GrowingRoutes() for one in requests}
-    given = {one.request: len(one.token_ids) - one.routed for one in requests}
+    for req in requests:
+        engine.add(req)
+    tokens: dict[str, list[int]] = {request.request: [] for request in requests}
+    routes = {request.request: GrowingRoutes() for request in requests}
+    given = {request.request: len(request.token_ids) - request.routed for request in requests}
     while engine.active:
         for event in engine.step():
             if isinstance(event, TokensSampled):
                 tokens[event.request] += event.token_ids
                 length = given[event.request] + len(tokens[event.request])
                 routes[event.request].add(event.routes, length)
-    found = {}
+    results = {}
     for name, growing in routes.items():
-        whole = growing.between(0, growing.known)
-        if whole is not None:
-            found[name] = (tokens[name], whole)
-    return found
+        between = growing.between(0, growing.known)
+        if between is not None:
+            results[name] = (tokens[name], between)
+    return results
 
 
 def same_experts(folder: Path, ids: list[int], routes: Routes) -> bool:
@@ -40,5 +40,5 @@ def same_experts(folder: Path, ids: list[int], routes: Routes) -> bool:
 
     own = TorchEngine.open(folder, slots=1, context_tokens=128, threads=1, routes=True)
     _, theirs = routed_run(own, [request("w", ids, max_tokens=1, routes=True)])["w"]
-    ours, others = (np.sort(one.choices[1 : len(ids)], -1) for one in (routes, theirs))
-    return np.array_equal(ours, others)
+    ours, rest = (np.sort(entry.choices[1 : len(ids)], -1) for entry in (routes, theirs))
+    return np.array_equal(ours, rest)

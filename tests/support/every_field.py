@@ -45,13 +45,13 @@ def fields_of(value: Any, path: Path = ()) -> Iterator[Path]:
 def with_another(value: Any, path: Path) -> Any:
     if not path:
         return another(value)
-    at = path[0]
+    position = path[0]
     if isinstance(value, list):
-        assert isinstance(at, int)
-        return [*value[:at], with_another(value[at], path[1:]), *value[at + 1 :]]
-    if at not in value:
-        return {**value, at: LEFT_OUT[value["kind"]][str(at)]}
-    return {**value, at: with_another(value[at], path[1:])}
+        assert isinstance(position, int)
+        return [*value[:position], with_another(value[position], path[1:]), *value[position + 1 :]]
+    if position not in value:
+        return {**value, position: LEFT_OUT[value["kind"]][str(position)]}
+    return {**value, position: with_another(value[position], path[1:])}
 
 
 def another(value: Any) -> Any:

@@ -112,14 +112,14 @@ class FakeVllm(ThreadingHTTPServer):
     def close(self) -> None:
         self.shutdown()
         self.server_close()
-        for one in self.sockets:
+        for entry in self.sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                entry.shutdown(socket.SHUT_RDWR)
         self.release.set()
         self._thread.join()
 
     def last_bodies(self, count: int) -> list[dict[str, Any]]:
-        order = sorted(self.bodies, key=lambda one: int(one["request_id"].rpartition("-")[2]))
+        order = sorted(self.bodies, key=lambda row: int(row["request_id"].rpartition("-")[2]))
         return order[-count:]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -128,15 +128,15 @@ class FakeVllm(ThreadingHTTPServer):
     def ranks(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         method, words = body["method"], body.get("args", [])
         if method == "dora_kv":
-            seen = is_seen(Path(words[0]), words[1])
-            return [msgspec.to_builtins(self.kv if seen else CacheFacts())] * RANKS
+            observed = is_seen(Path(words[0]), words[1])
+            return [msgspec.to_builtins(self.kv if observed else CacheFacts())] * RANKS
         if method == "dora_copy_kv":
             stay, path = words
             return [{"state": self.copy_kv(stay, path, rank)} for rank in range(RANKS)]
         return [self.rpc(body)]
 
     def copy_kv(self, stay: str, path: str, rank: int) -> str:
-        running = [one for one in self.bodies if one["request_id"] == stay]
+        running = [body for body in self.bodies if body["request_id"] == stay]
         if self.forgets_kv or not running:
             return "ended"
         array = opened(Path(path), write=True)
@@ -144,8 +144,8 @@ class FakeVllm(ThreadingHTTPServer):
         return "copied"
 
     def head(self, body: dict[str, Any], tokens: int, rank: int) -> np.ndarray[Any, Any]:
-        seed, made = body["sampling_params"]["seed"], _weights(self.label)
-        numbers = [mix64(mix64(seed ^ rank) ^ made ^ at) for at in range(tokens)]
+        seed, weights = body["sampling_params"]["seed"], _weights(self.label)
+        numbers = [mix64(mix64(seed ^ rank) ^ weights ^ index) for index in range(tokens)]
         return (np.array(numbers, np.uint64)[:, None] % 1000).astype("<f4")
 
     def check_kv(self, body: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class FakeVllm(ThreadingHTTPServer):
             return self.facts
         if method == "dora_experts":
             self.gone += json.loads(words[1])
-            return {"parts": [experts(one["start"], one["end"]) for one in json.loads(words[0])]}
+            return {"parts": [experts(load["start"], load["end"]) for load in json.loads(words[0])]}
         if method == "dora_forget":
             return {"numbers": sorted(self.served - self.before)}
         if method == "dora_drop_all":
@@ -178,9 +178,11 @@ class FakeVllm(ThreadingHTTPServer):
             self.served.remove(int(words[0]))
             return {"dropped": True}
         path, digest, version = words[:3]
-        found = _digest_of(Path(path))
-        if found != digest:
-            return {"error": f"{path} has the digest {found[:4]}, not {digest[:4]} of {version}"}
+        actual_digest = _digest_of(Path(path))
+        if actual_digest != digest:
+            return {
+                "error": f"{path} has the digest {actual_digest[:4]}, not {digest[:4]} of {version}"
+            }
         if method == "dora_write":
             self.before = set(self.served)
             return {"folder": path}
@@ -188,16 +190,16 @@ class FakeVllm(ThreadingHTTPServer):
         return {"tensors": 1}
 
     def adapter(self, path: str, name: str) -> tuple[int, object]:
-        known = name in self.named
-        if path.startswith("/v1/load") and not known and not self.refusal:
+        known_before = name in self.named
+        if path.startswith("/v1/load") and not known_before and not self.refusal:
             self.loads += 1
             self.named[name] = self.loads
             self.served.add(self.loads)
-        elif path.startswith("/v1/unload") and known:
+        elif path.startswith("/v1/unload") and known_before:
             del self.named[name]  # the worker keeps the adapter, as in vLLM
         else:
-            said = self.refusal or f"The lora adapter '{name}' cannot be found."
-            return 400, {"error": {"message": said}}
+            text = self.refusal or f"The lora adapter '{name}' cannot be found."
+            return 400, {"error": {"message": text}}
         return 200, f"Success: {name}"
 
 
@@ -217,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == "/health":
                 self._answer(None, 200 if self.server.healthy else 503)
             elif self.path == "/v1/models":
-                cards = [{"id": one, "parent": "policy"} for one in self.server.named]
+                cards = [{"id": entry, "parent": "policy"} for entry in self.server.named]
                 self._answer({"data": [{"id": "policy", "parent": None}, *cards]})
             else:
                 self._answer({"weight_version": self.server.label})
@@ -235,8 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/collective_rpc":
             self._answer({"results": server.ranks(body)})
         elif path.endswith("load_lora_adapter"):
-            status, said = server.adapter(path, body["lora_name"])
-            self._answer(said, status)
+            status, text = server.adapter(path, body["lora_name"])
+            self._answer(text, status)
         elif path == "/abort_requests":
             for name in body["request_ids"]:
                 server.aborted.append(name)
@@ -347,7 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
         spans = [{"version": label, "start": 0, "end": count}] if finish else None
         choice = {
             "index": 0,
-            "token_ids": [one["token_id"] for one in tokens],
+            "token_ids": [token["token_id"] for token in tokens],
             "logprobs": {"content": tokens},
             "finish_reason": finish,
             "weight_versions": spans,
@@ -364,7 +366,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def experts(start: int, end: int) -> dict[str, Any]:
     """Routes of tokens [start, end): two of eight experts per layer, by position."""
-    choices = [[[at % 8, (at + 3) % 8]] for at in range(start, end)]
+    choices = [[[index % 8, (index + 3) % 8]] for index in range(start, end)]
     return dict(msgspec.to_builtins(Routes.of(np.array(choices, np.uint8), 8)))
 
 
@@ -382,7 +384,7 @@ def _weights(label: str) -> int:
 
 
 def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
-    params, found = body["sampling_params"], []
+    params, result = body["sampling_params"], []
     seed = params["seed"] if params["temperature"] else 0
     weights = _weights(label)
     for position in range(len(body["token_ids"]), len(body["token_ids"]) + params["max_tokens"]):
@@ -391,10 +393,10 @@ def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str
         places = [{"token_id": token, "logprob": logprob}]
         if params["logprobs"] == 2:
             places.append({"token_id": -1, "logprob": logprob / 2})
-        found.append({"token_id": token, "logprob": logprob, "top_logprobs": places})
+        result.append({"token_id": token, "logprob": logprob, "top_logprobs": places})
         if token in params["stop_token_ids"]:
-            return found, "stop"
-    return found, "length"
+            return result, "stop"
+    return result, "length"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -57,7 +57,7 @@ class Puzzles(InlineTasks):
     def _respond(self, call: EnvStep) -> TaskEvent:
         turn = self.told[call.request] = self.told.get(call.request, 0) + 1
         chance = digest(f"{call.turn.text}{self.slip}")
-        text = " ".join(str(one) for one in range(10, 10 + chance % 4))
+        text = " ".join(str(index) for index in range(10, 10 + chance % 4))
         done = turn >= TURNS
         return EnvObserved(request=call.request, text=text, done=done, tool="calc", ok=True)
 

@@ -87,9 +87,9 @@ def may_fork() -> bool:
 
 
 def fork(
-    words: Sequence[str], place: Path, environment: dict[str, str], out: int, err: int
+    words: Sequence[str], path: Path, environment: dict[str, str], out: int, err: int
 ) -> Forked:
-    asked = {"words": list(words), "place": str(place), "environment": environment}
+    asked = {"words": list(words), "place": str(path), "environment": environment}
     read, write = os.pipe()
     try:
         socket.send_fds(_server(), [json.dumps(asked).encode()], [out, err, write])
@@ -131,8 +131,8 @@ def serve() -> None:
     running: dict[int, tuple[int, int]] = {}
     while True:
         ready, _, _ = select.select([0, *running], [], [])
-        for one in set(ready) & running.keys():
-            _tell_end(one, *running.pop(one))
+        for entry in set(ready) & running.keys():
+            _tell_end(entry, *running.pop(entry))
         if 0 not in ready:
             continue
         message, (*files,), _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, FILES)
@@ -141,11 +141,15 @@ def serve() -> None:
         if (pid := os.fork()) == 0:
             asked.detach()
             signal.signal(signal.SIGINT, interrupted)
-            _be(message, files, [one for pair in running.items() for one in (pair[0], pair[1][1])])
+            _be(
+                message,
+                files,
+                [entry for pair in running.items() for entry in (pair[0], pair[1][1])],
+            )
             return
         *written, status = files
-        for one in written:
-            os.close(one)
+        for entry in written:
+            os.close(entry)
         _tell(status, pid)
         running[os.pidfd_open(pid)] = (pid, status)
     for pid, _ in running.values():
@@ -157,11 +161,11 @@ def _tell(status: int, number: int) -> None:
         os.write(status, _NUMBER.pack(number))
 
 
-def _tell_end(one: int, pid: int, status: int) -> None:
+def _tell_end(entry: int, pid: int, status: int) -> None:
     _, how = os.waitpid(pid, 0)
     _tell(status, os.waitstatus_to_exitcode(how))
     os.close(status)
-    os.close(one)
+    os.close(entry)
 
 
 def _be(message: bytes, files: Sequence[int], inherited: Sequence[int]) -> None:
@@ -173,8 +177,8 @@ def _be(message: bytes, files: Sequence[int], inherited: Sequence[int]) -> None:
         os.dup2(empty.fileno(), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    for one in (*inherited, *files):
-        os.close(one)
+    for entry in (*inherited, *files):
+        os.close(entry)
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["place"])

@@ -47,20 +47,20 @@ class Games(InlineTasks):
         super().lose(request)
 
     def _respond(self, call: EnvStep) -> TaskEvent:
-        said = self.told[call.request]
-        said.append(call.turn.text)
+        text = self.told[call.request]
+        text.append(call.turn.text)
         name = call.request.partition("/")[0]
-        chance = Random(f"{self.seed} {name} {said} {self.slip}")
+        chance = Random(f"{self.seed} {name} {text} {self.slip}")
         words = [str(chance.randrange(1, 60)) for _ in range(chance.choice([0, 1, 2, 5]))]
         return EnvObserved(
             request=call.request,
             text=" ".join(words),
-            done=len(said) >= Random(f"{self.seed} {name}").randint(1, self.turns),
+            done=len(text) >= Random(f"{self.seed} {name}").randint(1, self.turns),
             tool=chance.choice(["", "calc"]),
             ok=chance.random() < 0.7,
         )
 
     def _score(self, call: RewardCall) -> TaskEvent:
-        said = self.told.pop(call.request)
-        value = Random(f"{said} {call.turns}").random()
-        return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(said)})
+        text = self.told.pop(call.request)
+        value = Random(f"{text} {call.turns}").random()
+        return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(text)})

@@ -124,21 +124,21 @@ def gpus() -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    unknown = set(words) - {one.name for one in ROUNDS}
+    unknown = set(words) - {gpu_round.name for gpu_round in ROUNDS}
     if unknown or not has_gpu():
-        names = ", ".join(one.name for one in ROUNDS)
-        said = f"no round {sorted(unknown)[0]!r}; there are {names}" if unknown else NO_GPU
-        sys.stderr.write(f"error: {said}\n")
+        names = ", ".join(gpu_round.name for gpu_round in ROUNDS)
+        text = f"no round {sorted(unknown)[0]!r}; there are {names}" if unknown else NO_GPU
+        sys.stderr.write(f"error: {text}\n")
         return 1
-    told = [_told(one) for one in ROUNDS if one.name in words or not words]
-    sys.stdout.write("".join(f"{line}\n" for line in told))
-    return int(any("exit code" in line for line in told))
+    replies = [_told(gpu_round) for gpu_round in ROUNDS if gpu_round.name in words or not words]
+    sys.stdout.write("".join(f"{line}\n" for line in replies))
+    return int(any("exit code" in line for line in replies))
 
 
-def _told(one: Round) -> str:
+def _told(first_round: Round) -> str:
     started_s = time.monotonic()
-    ended = one.run()
-    line = f"gpu round {one.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"
+    ended = first_round.run()
+    line = f"gpu round {first_round.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
     return line

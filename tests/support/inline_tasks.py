@@ -85,7 +85,7 @@ class InlineTasks:
 
 def ranked(call: GroupCall) -> GroupRewarded:
     rewards = tuple(map(float, range(len(call.completions))))
-    parts = tuple({"place": one} for one in rewards)
+    parts = tuple({"place": reward} for reward in rewards)
     return GroupRewarded(request=call.request, rewards=rewards, parts=parts)
 
 
@@ -93,8 +93,8 @@ def episode_tasks(last: int) -> InlineTasks:
     tasks = InlineTasks(episodes=True)
 
     def step(call: EnvStep) -> EnvObserved:
-        turns = [one for one in tasks.seen if one.request == call.request]
-        done = sum(isinstance(one, EnvStep) for one in turns) >= last
+        turns = [request for request in tasks.seen if request.request == call.request]
+        done = sum(isinstance(turn, EnvStep) for turn in turns) >= last
         return EnvObserved(request=call.request, text="8 9", done=done, tool="calc", ok=True)
 
     tasks.step = step

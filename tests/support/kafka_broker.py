@@ -48,7 +48,7 @@ class KafkaCluster(broker.KafkaCluster):
     def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
         def look() -> KafkaBroker | None:
             number = self.partition(topic, partition)["leader_id"]
-            return next((one for one in self.nodes if one.node == number and one.running), None)
+            return next((node for node in self.nodes if node.node == number and node.running), None)
 
         return _until(look, f"{topic} has no leader")
 
@@ -72,15 +72,15 @@ class KafkaCluster(broker.KafkaCluster):
     def partition(self, topic: str, partition: int) -> Any:
         with self.admin() as admin:
             partitions = admin.describe_topics([topic])[0]["partitions"]
-        return next(one for one in partitions if one["partition_index"] == partition)
+        return next(entry for entry in partitions if entry["partition_index"] == partition)
 
 
 def _until(look: Callable[[], Found | None], words: str) -> Found:
     limit = time.monotonic() + WAIT_S
     while time.monotonic() < limit:
         with suppress(KafkaError):
-            if (found := look()) is not None:
-                return found
+            if (result := look()) is not None:
+                return result
         time.sleep(POLL_S)
     raise BrokerError(f"{words} after {WAIT_S:.0f} s")
 
@@ -90,9 +90,9 @@ def values_of(bootstrap: str, topic: str, count: int) -> list[bytes]:
     with closing(reader):
         reader.assign([TopicPartition(topic, 0)])
         reader.seek_to_beginning()
-        found: list[bytes] = []
+        results: list[bytes] = []
         until_s = time.monotonic() + WAIT_S
-        while len(found) < count and time.monotonic() < until_s:
+        while len(results) < count and time.monotonic() < until_s:
             for records in reader.poll(timeout_ms=200).values():
-                found += [record.value for record in records]
-        return found
+                results += [record.value for record in records]
+        return results

@@ -17,32 +17,36 @@ Object = dict[str, Any]
 def built(folder: Path) -> dict[tuple[str, str], Object]:
     asked = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert asked.keys() <= {"apiVersion", "kind", "namespace", "resources", "patches"}
-    found: dict[tuple[str, str], Object] = {}
+    results: dict[tuple[str, str], Object] = {}
     for name in asked["resources"]:
         path = folder / name
-        more = built(path) if path.is_dir() else {_key(one): one for one in _documents(path)}
-        assert not found.keys() & more.keys(), f"{path} says again what is there"
-        found |= more
+        more = (
+            built(path)
+            if path.is_dir()
+            else {_key(document): document for document in _documents(path)}
+        )
+        assert not results.keys() & more.keys(), f"{path} says again what is there"
+        results |= more
     for patch in asked.get("patches", []):
-        for one in _documents(folder / patch["path"]):
-            if one.pop("$patch", "") == "delete":
-                del found[_key(one)]
+        for document in _documents(folder / patch["path"]):
+            if document.pop("$patch", "") == "delete":
+                del results[_key(document)]
             else:
-                found[_key(one)] = _merged(found[_key(one)], one)
-    return found
+                results[_key(document)] = _merged(results[_key(document)], document)
+    return results
 
 
 def listed(folder: Path) -> list[str]:
     asked = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    return [*asked["resources"], *(one["path"] for one in asked.get("patches", []))]
+    return [*asked["resources"], *(row["path"] for row in asked.get("patches", []))]
 
 
 def _documents(path: Path) -> Iterator[Object]:
     yield from yaml.safe_load_all(path.read_text())
 
 
-def _key(one: Object) -> tuple[str, str]:
-    return one["kind"], one["metadata"]["name"]
+def _key(first_object: Object) -> tuple[str, str]:
+    return first_object["kind"], first_object["metadata"]["name"]
 
 
 def _merged(base: Any, patch: Any, name: str = "") -> Any:
@@ -51,8 +55,8 @@ def _merged(base: Any, patch: Any, name: str = "") -> Any:
         return base | patch | both
     if isinstance(base, list) and name in KEYS:
         key = KEYS[name]
-        there = {one[key]: one for one in base}
-        for one in patch:
-            there[one[key]] = _merged(there.get(one[key], {}), one)
+        there = {entry[key]: entry for entry in base}
+        for entry in patch:
+            there[entry[key]] = _merged(there.get(entry[key], {}), entry)
         return [*there.values()]
     return patch

@@ -57,9 +57,11 @@ def hits(path: str, text: str) -> Iterator[Hit]:
 def subject_hits(subjects: list[str]) -> list[str]:
     """Return subjects that are too long or not of the form `area: imperative`."""
     return [
-        one
-        for one in subjects
-        if len(one) > SUBJECT_CHARACTERS_MAX or not _SUBJECT.match(one) or ": what " in one
+        subject
+        for subject in subjects
+        if len(subject) > SUBJECT_CHARACTERS_MAX
+        or not _SUBJECT.match(subject)
+        or ": what " in subject
     ]
 
 
@@ -74,9 +76,9 @@ def subjects() -> list[str]:
 
 def counts() -> dict[str, dict[str, int]]:
     """Return the number of hits by folder and rule."""
-    found = Counter((folder, hit.rule) for folder, _, hit in _all())
+    counter = Counter((folder, hit.rule) for folder, _, hit in _all())
     tree: dict[str, dict[str, int]] = {}
-    for (folder, rule), count in sorted(found.items()):
+    for (folder, rule), count in sorted(counter.items()):
         tree.setdefault(folder, {})[rule] = count
     return tree
 
@@ -142,7 +144,9 @@ def _python(path: str, text: str) -> Iterator[Hit]:
     documented = set()
     for node in tidy.nodes_of(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            documented |= {id(one.value) for one in node.body if isinstance(one, ast.Expr)}
+            documented |= {
+                id(statement.value) for statement in node.body if isinstance(statement, ast.Expr)
+            }
             if doc := ast.get_docstring(node):
                 yield from _opener(getattr(node, "lineno", 1), doc)
         elif isinstance(node, ast.keyword) and node.arg == "help":

@@ -49,21 +49,21 @@ class Session:
         if "id" not in message or "method" not in message:
             return None
         method, params = message["method"], message.get("params", {})
-        said: dict[str, Any]
+        text: dict[str, Any]
         if method == "initialize":
             me = {"name": "notes", "version": "0.3"}
             version = params["protocolVersion"]
-            said = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": me}
+            text = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": me}
         elif method == "tools/list":  # in two pages
             half = len(TOOLS) // 2
             first = "cursor" not in params
-            said = {"tools": TOOLS[:half], "nextCursor": "2"} if first else {"tools": TOOLS[half:]}
+            text = {"tools": TOOLS[:half], "nextCursor": "2"} if first else {"tools": TOOLS[half:]}
         elif method == "tools/call":
-            said = self._call(params["name"], params.get("arguments", {}))
+            text = self._call(params["name"], params.get("arguments", {}))
         else:
             error = {"code": -32601, "message": f"no {method}"}
             return {"jsonrpc": "2.0", "id": message["id"], "error": error}
-        return {"jsonrpc": "2.0", "id": message["id"], "result": said}
+        return {"jsonrpc": "2.0", "id": message["id"], "result": text}
 
     def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name == "add-numbers":
@@ -85,8 +85,8 @@ class Session:
         return {"content": [_text("see"), {"type": "image", "data": "", "mimeType": "image/png"}]}
 
 
-def _text(said: str) -> dict[str, str]:
-    return {"type": "text", "text": said}
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def over_a_pipe() -> None:
@@ -96,8 +96,8 @@ def over_a_pipe() -> None:
         message = json.loads(line)
         if message.get("method") == "initialize":
             sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": 77, "method": "ping"}) + "\n")
-        if (said := session.answer(message)) is not None:
-            sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
+        if (answer := session.answer(message)) is not None:
+            sys.stdout.write(json.dumps(answer, ensure_ascii=False) + "\n")
             sys.stdout.flush()
 
 
@@ -117,10 +117,10 @@ class Handler(BaseHTTPRequestHandler):
             return self._say(404, b"no such session")
         if self.sse and message.get("params", {}).get("name") == "hang":
             return self._chat()
-        said = self.sessions[name].answer(message)
-        if said is None:
+        answer = self.sessions[name].answer(message)
+        if answer is None:
             return self._say(202, b"", session=name)
-        return self._say(200, json.dumps(said, ensure_ascii=False).encode(), session=name)
+        return self._say(200, json.dumps(answer, ensure_ascii=False).encode(), session=name)
 
     def _chat(self) -> None:
         self.send_response(200)

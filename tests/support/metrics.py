@@ -22,16 +22,16 @@ def values_on(page: str) -> dict[str, float]:
 
     Example: ``{'dora_pipe_migrations_total{stage="decided"}': 3.0}``
     """
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         assert family.documentation and family.type in ("gauge", "counter", "histogram")
         for sample in family.samples:
             labels = sorted(set(sample.labels.items()) - {("run", sample.labels["run"])})
             inner = ",".join(f'{key}="{value}"' for key, value in labels)
             name = f"{sample.name}{{{inner}}}" if inner else sample.name
-            assert name not in found, name
-            found[name] = sample.value
-    return found
+            assert name not in results, name
+            results[name] = sample.value
+    return results
 
 
 def values_of(stats: RunStats) -> dict[str, float]:

@@ -45,8 +45,8 @@ NETWORKS: dict[str, Any] = {
 
 
 def plain(config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
+    result: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return result
 
 
 def shape_of(config: Any, **more: Any) -> ModelShape:

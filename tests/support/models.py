@@ -199,8 +199,8 @@ def make_further(directory: Path, seed: int = 0, **options: Any) -> Path:
     weights = directory / "model.safetensors"
     tensors = load_file(weights)
     last, behind = "model.layers.1.", "model.layers.2."
-    layer = {name: one + 0.5 for name, one in tensors.items() if name.startswith(last)}
-    tensors |= {name.replace(last, behind): one for name, one in layer.items()}
+    layer = {name: tensor + 0.5 for name, tensor in tensors.items() if name.startswith(last)}
+    tensors |= {name.replace(last, behind): entry for name, entry in layer.items()}
     tensors[f"{behind}eh_proj.weight"] = torch.ones(64, 128)
     save_file(tensors, weights, metadata={"format": "pt"})
     return directory
@@ -244,9 +244,9 @@ def _byte_level(specials: list[str], alphabet: bytes, prefix: str = "") -> Any:
 
 def _byte_names() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    indices = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable}
-    names |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    names |= {byte: chr(256 + number) for number, byte in enumerate(indices)}
     return [names[byte] for byte in range(256)]
 
 

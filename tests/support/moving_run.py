@@ -39,36 +39,42 @@ LONG = (
 WORDS = [word for change in LONG for word in ("-o", change)]
 
 
-def of(place: Path, kind: type[T]) -> list[T]:
-    return [one for one in facts(place, "tiny") if isinstance(one, kind)]
+def of(path: Path, kind: type[T]) -> list[T]:
+    return [fact for fact in facts(path, "tiny") if isinstance(fact, kind)]
 
 
-def moves(place: Path) -> list[Migrate]:
-    with opened(str(place / "runs" / "tiny")) as run:
+def moves(path: Path) -> list[Migrate]:
+    with opened(str(path / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.decisions, 0)
-        rounds = [decode_round(one.value) for one in records_of(run.bus, {tp: run.bus.end(tp)})]
-    decisions: list[AnyDecision] = [one for round_ in rounds for one in round_.decisions]
-    return [one for one in decisions if isinstance(one, Migrate)]
+        rounds = [
+            decode_round(record.value) for record in records_of(run.bus, {tp: run.bus.end(tp)})
+        ]
+    decisions: list[AnyDecision] = [decision for round_ in rounds for decision in round_.decisions]
+    return [decision for decision in decisions if isinstance(decision, Migrate)]
 
 
-def samples(place: Path) -> bool:
+def samples(path: Path) -> bool:
     """Report whether the worker has running requests with progress and half of their tokens
     left."""
-    with opened(str(place / "runs" / "tiny")) as run:
+    with opened(str(path / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.metrics, 0)
         end = run.bus.end(tp)
-        records = [decode_metrics(one.value) for one in records_of(run.bus, {tp: end})]
-    said = [one for one in records if isinstance(one, WorkerStatus) and one.worker == DRAINED]
-    last = reduce(merged, said, None)
+        records = [decode_metrics(record.value) for record in records_of(run.bus, {tp: end})]
+    texts = [
+        record
+        for record in records
+        if isinstance(record, WorkerStatus) and record.worker == DRAINED
+    ]
+    last = reduce(merged, texts, None)
     if last is None or last.version < 1 or last.active < 2 or not last.progress:
         return False
-    return max(one.tokens for one in last.progress.values()) <= TOKENS // 2
+    return max(entry.tokens for entry in last.progress.values()) <= TOKENS // 2
 
 
 @contextmanager
-def stopped(place: Path) -> Iterator[int]:
+def stopped(path: Path) -> Iterator[int]:
     """Stop its process for the block."""
-    pid = next(one for one in of(place, WorkerJoined) if one.worker == DRAINED).pid
+    pid = next(entry for entry in of(path, WorkerJoined) if entry.worker == DRAINED).pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield pid
@@ -77,33 +83,33 @@ def stopped(place: Path) -> Iterator[int]:
             os.kill(pid, signal.SIGCONT)
 
 
-def asked_away(place: Path) -> set[str]:
+def asked_away(path: Path) -> set[str]:
     """Return its requests that the planner wants to move."""
-    return {one.trajectory for one in moves(place) if one.worker == DRAINED}
+    return {move.trajectory for move in moves(path) if move.worker == DRAINED}
 
 
 @contextmanager
-def run_until_it_samples(place: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    running = start(place, "run", "config.toml", *WORDS, *words)
+def run_until_it_samples(path: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    running = start(path, "run", "config.toml", *WORDS, *words)
     try:
-        until(lambda: b"step    0 " in (place / "said").read_bytes())
-        until(lambda: samples(place))
+        until(lambda: b"step    0 " in (path / "said").read_bytes())
+        until(lambda: samples(path))
         yield running
     finally:
         running.terminate()
         running.wait(WAIT_S)
 
 
-def drain(place: Path) -> None:
+def drain(path: Path) -> None:
     command = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
-    with opened(str(place / "runs" / "tiny")) as run:
+    with opened(str(path / "runs" / "tiny")) as run:
         run.bus.writer().append([Append(topic=run.topics.control, value=encode(command))])
 
 
-def trajectories(place: Path) -> dict[str, Trajectory]:
-    with opened(str(place / "runs" / "tiny")) as run:
+def trajectories(path: Path) -> dict[str, Trajectory]:
+    with opened(str(path / "runs" / "tiny")) as run:
         topic = run.topics.trajectories
         tps = [TopicPartition(topic, number) for number in range(run.bus.partitions(topic))]
         records = list(records_of(run.bus, {tp: run.bus.end(tp) for tp in tps}))
-    found = [decode_trajectory(one.value) for one in records]
-    return {one.trajectory: one for one in found}
+    trajectories = [decode_trajectory(record.value) for record in records]
+    return {trajectory.trajectory: trajectory for trajectory in trajectories}

@@ -50,16 +50,16 @@ def random_inputs(
 ) -> Inputs:
     """Return float64 tokens with one advantage per trajectory. `spread` is the distance of the
     policies in nats; `on_policy` makes them equal."""
-    made = torch.Generator().manual_seed(seed)
+    created = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
     def noise(scale: float) -> Tensor:
-        return scale * torch.randn(size, generator=made, dtype=torch.float64)
+        return scale * torch.randn(size, generator=created, dtype=torch.float64)
 
-    logprobs = -0.1 - torch.rand(size, generator=made, dtype=torch.float64) * 3
+    logprobs = -0.1 - torch.rand(size, generator=created, dtype=torch.float64) * 3
     apart = 0.0 if on_policy else spread
     behaviour, near, reference = (logprobs + noise(apart) for _ in range(3))
-    advantages = torch.randn(len(lengths), generator=made, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=created, dtype=torch.float64)
     teacher = logprobs + noise(0.5)
     return Inputs(
         logprobs=logprobs.clone().requires_grad_(),
@@ -93,7 +93,7 @@ def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
 
 
 def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
-    found = []
+    results = []
     log_ratio = (inputs.logprobs - inputs.around).detach()
     for part, worth in zip(
         rows(inputs, log_ratio), rows(inputs, worth_of(inputs, settings)), strict=True
@@ -101,11 +101,11 @@ def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
         if settings.kind in ("cispo", "distill"):
             assert settings.clip_low is not None
             assert settings.clip_high is not None
-            found.append(part.exp().clip(1 - settings.clip_low, 1 + settings.clip_high))
+            results.append(part.exp().clip(1 - settings.clip_low, 1 + settings.clip_high))
             continue
         own = part.exp() if settings.level == "token" else part.sum().exp().expand(len(part))
         good, bad = settings.positive_weight, settings.negative_weight
-        one = torch.full_like(part, 1.0 if good is None else good)
+        entry = torch.full_like(part, 1.0 if good is None else good)
         tapered = own.clip(0, 1) * (1.0 if bad is None else bad)
-        found.append(torch.where(worth >= 0, one, tapered))
-    return torch.cat(found)
+        results.append(torch.where(worth >= 0, entry, tapered))
+    return torch.cat(results)

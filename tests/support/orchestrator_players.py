@@ -97,10 +97,10 @@ class PlayWorker:
         if isinstance(decision, Assign):
             requests = [*self.running.values(), *self.waiting, *self.scored.values()]
             state = self.world.machine.state
-            requests = [one for one in requests if one.trajectory in state.requests]
+            requests = [request for request in requests if request.trajectory in state.requests]
             may = self.versions > 1 or decision.version == NO_VERSION
             assert not requests or may, "assigned while it has requests"
-            dropped = {one.spec.version for one in requests}.intersection(decision.drop)
+            dropped = {request.spec.version for request in requests}.intersection(decision.drop)
             assert not dropped, "drops what it has requests of"
             assert self.held.issuperset(decision.drop), "drops what it does not have"
             self.held.difference_update(decision.drop)
@@ -115,7 +115,7 @@ class PlayWorker:
         elif isinstance(decision, Cancel):
             self.running.pop(decision.trajectory, None)
             self.waiting = deque(
-                one for one in self.waiting if one.trajectory != decision.trajectory
+                entry for entry in self.waiting if entry.trajectory != decision.trajectory
             )
         elif isinstance(decision, Drain):
             self.draining = True
@@ -131,29 +131,29 @@ class PlayWorker:
             self.world.after(0.5, lambda: self._let_go(life, move))
             return
         ran = self.running.get(move.trajectory)
-        here = [one for one in (ran, *self.waiting) if one is not None]
-        for place in here:
-            if (place.trajectory, place.attempt) != (move.trajectory, move.attempt):
+        here = [entry for entry in (ran, *self.waiting) if entry is not None]
+        for request in here:
+            if (request.trajectory, request.attempt) != (move.trajectory, move.attempt):
                 continue
-            if place is ran:
+            if request is ran:
                 del self.running[move.trajectory]
             else:
-                self.waiting.remove(place)
+                self.waiting.remove(request)
             resume = Resume(tokens=9, partition=0, offset=self.world.ledger.next_offset())
-            kv = Blob(sha256=records.ASSETS, bytes=64) if place is ran else None
-            self.world.tell(records.released(place, resume if place is ran else None, kv))
+            kv = Blob(sha256=records.ASSETS, bytes=64) if request is ran else None
+            self.world.tell(records.released(request, resume if request is ran else None, kv))
         self._fill()
         self._maybe_leave()
 
-    def _place(self, place: ScheduledRequest) -> None:
-        assert place.spec.version in self.held, "placed on a worker of another version"
+    def _place(self, request: ScheduledRequest) -> None:
+        assert request.spec.version in self.held, "placed on a worker of another version"
         chance, chances = self.world.chance, self.world.chances
         here = len(self.running) + len(self.waiting) + len(self.scored)
         times = OPEN_TIMES if chances.score_s else 1
         # Some may have been canceled during scoring.
         late = len(self.scored.keys() - self.world.machine.state.requests.keys())
         assert here - late < times * (self.slots + self.prefetch), "overfull"
-        self.waiting.append(place)
+        self.waiting.append(request)
         if chance.random() < chances.crash:
             life = self.life
             self.world.after(chance.random(), lambda: self._crash(life))
@@ -163,50 +163,50 @@ class PlayWorker:
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.slots:
-            place = self.waiting.popleft()
-            self.running[place.trajectory] = place
+            request = self.waiting.popleft()
+            self.running[request.trajectory] = request
             chances = self.world.chances
             tokens = 1 + self.world.chance.expovariate(1 / chances.tokens_mean)
             life = self.life
-            self.world.after(tokens * chances.token_s, self._ender(life, place))
+            self.world.after(tokens * chances.token_s, self._ender(life, request))
 
-    def _ender(self, life: int, place: ScheduledRequest) -> Callable[[], None]:
-        return lambda: self._ended(life, place)
+    def _ender(self, life: int, request: ScheduledRequest) -> Callable[[], None]:
+        return lambda: self._ended(life, request)
 
-    def _ended(self, life: int, place: ScheduledRequest) -> None:
-        if life != self.life or self.running.get(place.trajectory) is not place:
+    def _ended(self, life: int, request: ScheduledRequest) -> None:
+        if life != self.life or self.running.get(request.trajectory) is not request:
             return
         if self.frozen:
-            self.late.append((life, place))
+            self.late.append((life, request))
             return
-        del self.running[place.trajectory]
+        del self.running[request.trajectory]
         if self.world.chances.score_s:
-            self.scored[place.trajectory] = place
-            self._score(life, place)
+            self.scored[request.trajectory] = request
+            self._score(life, request)
         else:
-            self._report(place)
+            self._report(request)
         self._fill()
         self._maybe_leave()
 
-    def _score(self, life: int, place: ScheduledRequest) -> None:
+    def _score(self, life: int, request: ScheduledRequest) -> None:
         """Deliver the reward later, without a slot."""
         score_s = self.world.chances.score_s * self.world.chance.random()
-        self.world.after(score_s, lambda: self._scored(life, place))
+        self.world.after(score_s, lambda: self._scored(life, request))
 
-    def _scored(self, life: int, place: ScheduledRequest) -> None:
-        if life != self.life or self.scored.get(place.trajectory) is not place:
+    def _scored(self, life: int, request: ScheduledRequest) -> None:
+        if life != self.life or self.scored.get(request.trajectory) is not request:
             return
         if self.frozen:
-            self._score(life, place)
+            self._score(life, request)
             return
-        del self.scored[place.trajectory]
-        self._report(place)
+        del self.scored[request.trajectory]
+        self._report(request)
         self._maybe_leave()
 
-    def _report(self, place: ScheduledRequest) -> None:
+    def _report(self, request: ScheduledRequest) -> None:
         chance, chances = self.world.chance, self.world.chances
         if chance.random() < chances.failure:
-            self.world.tell(records.failed(place, retryable=chance.random() < 0.5))
+            self.world.tell(records.failed(request, retryable=chance.random() < 0.5))
             return
         reward: float | None = float(chance.random() < 0.5)
         if chance.random() < chances.equal_rewards:
@@ -214,7 +214,7 @@ class PlayWorker:
         if chance.random() < chances.invalid:
             reward = None
         offset = self.world.ledger.next_offset()
-        self.world.tell(as_record(records.logged(place, reward=reward, offset=offset)))
+        self.world.tell(as_record(records.logged(request, reward=reward, offset=offset)))
 
     def _loaded(self, life: int, assign: Assign) -> None:
         if life != self.life:
@@ -239,8 +239,8 @@ class PlayWorker:
             return
         self.frozen = False
         late, self.late = self.late, []
-        for was, place in late:
-            self._ended(was, place)
+        for was, request in late:
+            self._ended(was, request)
         if self.alive and self.incarnation in self.world.ledger.fenced:
             self.die(self.world.chance.random())
 

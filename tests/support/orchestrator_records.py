@@ -104,8 +104,8 @@ def run_started(
         scored_together=together,
         datasets={
             source: DataSet(digest=data_of(source), rows=rows)
-            for one in pool_specs(config)
-            for source in one.sources
+            for spec in pool_specs(config)
+            for source in spec.sources
             if "/" in source
         },
     )
@@ -157,13 +157,13 @@ def joined(
 def ready(
     worker: str, incarnation: int, version: int, digest: str | None = None, *, load_ms: float = 1.0
 ) -> WorkerReady:
-    found = weights(version) if digest is None else digest
+    result = weights(version) if digest is None else digest
     return WorkerReady(
         at_ns=0,
         worker=worker,
         incarnation=incarnation,
         version=version,
-        digest=found,
+        digest=result,
         load_ms=load_ms,
     )
 
@@ -175,19 +175,19 @@ def left(worker: str, incarnation: int, progress: dict[str, Resume] | None = Non
 
 
 def logged(
-    place: ScheduledRequest, *, reward: float | None = 1.0, offset: int = 100
+    request: ScheduledRequest, *, reward: float | None = 1.0, offset: int = 100
 ) -> TrajectoryLogged:
     return TrajectoryLogged(
         at_ns=0,
-        worker=place.worker,
-        incarnation=place.incarnation,
-        trajectory=place.trajectory,
-        attempt=place.attempt,
-        version=place.spec.version,
-        digest=place.spec.digest,
-        partition=place.spec.partition,
+        worker=request.worker,
+        incarnation=request.incarnation,
+        trajectory=request.trajectory,
+        attempt=request.attempt,
+        version=request.spec.version,
+        digest=request.spec.digest,
+        partition=request.spec.partition,
         offset=offset,
-        sha256=sha256_hex(f"{place.trajectory} {place.attempt}".encode()),
+        sha256=sha256_hex(f"{request.trajectory} {request.attempt}".encode()),
         bytes=1000,
         tokens=20,
         reward=reward,
@@ -197,28 +197,28 @@ def logged(
 
 
 def released(
-    place: ScheduledRequest, resume: Resume | None = None, kv: Blob | None = None
+    request: ScheduledRequest, resume: Resume | None = None, kv: Blob | None = None
 ) -> RequestReleased:
     return RequestReleased(
         at_ns=0,
-        worker=place.worker,
-        incarnation=place.incarnation,
-        trajectory=place.trajectory,
-        attempt=place.attempt,
+        worker=request.worker,
+        incarnation=request.incarnation,
+        trajectory=request.trajectory,
+        attempt=request.attempt,
         resume=resume,
         kv=kv,
     )
 
 
 def failed(
-    place: ScheduledRequest, *, retryable: bool = True, error: str = "EngineError"
+    request: ScheduledRequest, *, retryable: bool = True, error: str = "EngineError"
 ) -> RequestFailed:
     return RequestFailed(
         at_ns=0,
-        worker=place.worker,
-        incarnation=place.incarnation,
-        trajectory=place.trajectory,
-        attempt=place.attempt,
+        worker=request.worker,
+        incarnation=request.incarnation,
+        trajectory=request.trajectory,
+        attempt=request.attempt,
         error=error,
         message="test",
         retryable=retryable,
@@ -228,7 +228,7 @@ def failed(
 def scored(
     decision: ScoreGroup, rewards: Sequence[float] = (), *, error: str = "", retryable: bool = False
 ) -> GroupScored:
-    names = [one.trajectory for one in decision.trajectories]
+    names = [trajectory.trajectory for trajectory in decision.trajectories]
     return GroupScored(
         at_ns=0,
         worker=decision.worker,
@@ -269,7 +269,9 @@ def committed(
 def refused(
     step: int, groups: list[str], *, attempt: int = 1, incarnation: int = 0
 ) -> BatchRefused:
-    offenders = tuple(Offender(group=one, trajectory=f"{one}-000", reason="test") for one in groups)
+    offenders = tuple(
+        Offender(group=group, trajectory=f"{group}-000", reason="test") for group in groups
+    )
     return BatchRefused(
         at_ns=0, step=step, attempt=attempt, incarnation=incarnation, offenders=offenders
     )

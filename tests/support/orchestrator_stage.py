@@ -54,13 +54,13 @@ class Stage:
         return offset
 
     def plan(self, *, limit: int = 1000) -> list[AnyDecision]:
-        found = decide(self.state, limit=limit, samplers=self.samplers)
-        self.decided += found
-        self.placed |= {one.trajectory: one for one in placed(found)}
-        for one in found:
-            if isinstance(one, TakeBatch):
-                self.batch = one
-        return found
+        subject = decide(self.state, limit=limit, samplers=self.samplers)
+        self.decided += subject
+        self.placed |= {request.trajectory: request for request in placed(subject)}
+        for decision in subject:
+            if isinstance(decision, TakeBatch):
+                self.batch = decision
+        return subject
 
     def join(
         self,
@@ -105,12 +105,12 @@ class Stage:
         return incarnation
 
     def settle(self) -> list[AnyDecision]:
-        found = self.plan()
+        decisions = self.plan()
         while self._loading():
             self.load()
             more = self.plan()
-            found += more
-        return found
+            decisions += more
+        return decisions
 
     def running(self, worker: str = "") -> list[str]:
         return sorted(
@@ -166,6 +166,6 @@ class Stage:
 
 
 def unchanged(before: State, after: State) -> bool:
-    one, other = copy.deepcopy(before), copy.deepcopy(after)
-    other.counters = one.counters
-    return digest_of(one) == digest_of(other)
+    state, other = copy.deepcopy(before), copy.deepcopy(after)
+    other.counters = state.counters
+    return digest_of(state) == digest_of(other)

@@ -87,10 +87,10 @@ class Ledger:
                 self.skipped += decision.skipped
             elif isinstance(decision, Schedule):
                 assert decision.spec == self.specs[decision.spec.group]
-                for one in decision.requests():
-                    attempts = self.placements.setdefault(one.trajectory, {})
-                    assert one.attempt == len(attempts) + 1, "attempts are not contiguous"
-                    attempts[one.attempt] = decision.incarnation
+                for request in decision.requests():
+                    attempts = self.placements.setdefault(request.trajectory, {})
+                    assert request.attempt == len(attempts) + 1, "attempts are not contiguous"
+                    attempts[request.attempt] = decision.incarnation
             elif isinstance(decision, Migrate):
                 placed = self.placements[decision.trajectory]
                 assert placed[decision.attempt] == decision.incarnation, (
@@ -127,9 +127,9 @@ class Ledger:
             assert (group.version, group.deadline) == (spec.version, spec.deadline)
             assert spec.version <= batch.step <= spec.deadline, "C3"
             assert group.group not in self.outcomes, "taken after its end"
-            for one in group.trajectories:
-                placed = self.placements[one.trajectory][one.attempt]
-                assert one.incarnation == placed, (
+            for trajectory in group.trajectories:
+                placed = self.placements[trajectory.trajectory][trajectory.attempt]
+                assert trajectory.incarnation == placed, (
                     "a trajectory of an incarnation it was not placed on"
                 )
         self.taken[batch.step, batch.attempt] = batch
@@ -145,9 +145,9 @@ class Ledger:
             spec = self.specs[group.group]
             staleness = record.step - spec.version
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
-            for one in group.trajectories:
-                assert one.trajectory not in self.trained, "trained twice"
-                self.trained[one.trajectory] = record.step
+            for trajectory in group.trajectories:
+                assert trajectory.trajectory not in self.trained, "trained twice"
+                self.trained[trajectory.trajectory] = record.step
 
     def _end(self, group: str, outcome: str) -> None:
         assert group not in self.outcomes, f"{group} ends twice"

@@ -53,11 +53,11 @@ class OtlpEndpoint:
 
     @property
     def spans(self) -> list[Span]:
-        return [one for request in list(self.requests) for one in spans_of(request)]
+        return [span for request in list(self.requests) for span in spans_of(request)]
 
     def resources(self) -> list[dict[str, Value]]:
         return [
-            {one.key: value_of(one.value) for one in each.resource.attributes}
+            {attribute.key: value_of(attribute.value) for attribute in each.resource.attributes}
             for request in self.requests
             for each in request.resource_spans
         ]
@@ -117,41 +117,41 @@ class _Handler(BaseHTTPRequestHandler):
 
 def spans_of(request: ExportTraceServiceRequest) -> list[Span]:
     return [
-        _span(one)
+        _span(span)
         for each in request.resource_spans
         for scope in each.scope_spans
-        for one in scope.spans
+        for span in scope.spans
     ]
 
 
-def _span(one: trace_pb2.Span) -> Span:
-    failed = one.status.code == trace_pb2.Status.STATUS_CODE_ERROR
-    found = Span(
-        stage=one.name,
-        trace_id=one.trace_id.hex(),
-        span_id=one.span_id.hex(),
-        parent_id=one.parent_span_id.hex(),
-        start_ns=one.start_time_unix_nano,
-        end_ns=one.end_time_unix_nano,
-        attributes=_said(one.attributes),
-        events=tuple(Event(e.name, e.time_unix_nano, _said(e.attributes)) for e in one.events),
+def _span(span: trace_pb2.Span) -> Span:
+    failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    actual_span = Span(
+        stage=span.name,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        attributes=_said(span.attributes),
+        events=tuple(Event(e.name, e.time_unix_nano, _said(e.attributes)) for e in span.events),
         links=tuple(
             Link(link.trace_id.hex(), link.span_id.hex(), _said(link.attributes))
-            for link in one.links
+            for link in span.links
         ),
-        error=one.status.message if failed else "",
+        error=span.status.message if failed else "",
     )
-    assert found.kind == KINDS[one.kind], found
-    return found
+    assert actual_span.kind == KINDS[span.kind], actual_span
+    return actual_span
 
 
 def _said(attributes: Any) -> dict[str, Value]:
-    return {one.key: value_of(one.value) for one in attributes}
+    return {attribute.key: value_of(attribute.value) for attribute in attributes}
 
 
 def value_of(value: AnyValue) -> Value:
     which = value.WhichOneof("value")
     if which == "array_value":
-        return tuple(str(value_of(one)) for one in value.array_value.values)
-    found: Value = getattr(value, str(which))
-    return found
+        return tuple(str(value_of(value)) for value in value.array_value.values)
+    actual_value: Value = getattr(value, str(which))
+    return actual_value

@@ -61,7 +61,7 @@ def unusable(page: Page, width: int) -> dict[str, Any]:
     page.run(UNFOLD)
     page.settle()
     across = page.run("document.documentElement.scrollWidth")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "wider than the window": across if across > width else None,
         "charts wider than the window": page.run(DRAWN_WIDE),
         "empty tables": page.run(TABLES_EMPTY),
@@ -69,15 +69,15 @@ def unusable(page: Page, width: int) -> dict[str, Any]:
         "without contrast": page.run(CONTRAST),
         "axe": violations(page) if AXE.is_file() else [],
     }
-    return {what: which for what, which in found.items() if which}
+    return {what: which for what, which in results.items() if which}
 
 
 def violations(page: Page) -> list[str]:
     if page.run("typeof axe === 'undefined'"):
         page.run(f"{AXE.read_text()}; true")
-    found = page.run(
+    result = page.run(
         "axe.run(document, {resultTypes: ['violations']}).then((told) => told.violations.map("
         "(one) => `${one.id}: ${one.help}: ${one.nodes[0].html.slice(0, 160)} "
         "(${one.nodes.length})`))"
     )
-    return [str(one) for one in found]
+    return [str(entry) for entry in result]

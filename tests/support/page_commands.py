@@ -59,9 +59,9 @@ _SETTING = re.compile(r"[a-z_]+(\.\w+)+=.*", re.DOTALL)
 
 def problem(words: Sequence[str], folder: Path) -> str:
     """Return what is wrong with a command of a page, or an empty string."""
-    gone = [word for word in words if _OWN_PATH.fullmatch(word) and not (ROOT / word).exists()]
-    if gone:
-        return f"no {gone[0]}"
+    removed = [word for word in words if _OWN_PATH.fullmatch(word) and not (ROOT / word).exists()]
+    if removed:
+        return f"no {removed[0]}"
     match Path(words[0]).name, *words[1:]:
         case ["dora-pipe", *rest]:
             return _own_problem(rest, folder)
@@ -71,8 +71,8 @@ def problem(words: Sequence[str], folder: Path) -> str:
             return _recipe_problem(rest)
         case ["python" | "python3", *rest]:
             return _python_problem(rest)
-    known = Path(words[0]).name in FOREIGN or (ROOT / words[0]).is_file()
-    return "" if known else f"unknown program {words[0]}"
+    known_before = Path(words[0]).name in FOREIGN or (ROOT / words[0]).is_file()
+    return "" if known_before else f"unknown program {words[0]}"
 
 
 def _own_problem(words: Sequence[str], folder: Path) -> str:
@@ -146,10 +146,10 @@ def _python_problem(words: Sequence[str]) -> str:
 @cache
 def _source(module: str) -> str:
     """Return the source of a module, or of the modules of a package."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
         return ""
-    path = Path(found.origin)
+    path = Path(spec.origin)
     files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
     return "".join(file.read_text() for file in files)
 
@@ -157,4 +157,4 @@ def _source(module: str) -> str:
 def _unknown(words: Sequence[str], source: str) -> str:
     """Return the first option that a program's source does not name."""
     options = (word.partition("=")[0] for word in words if word.startswith("--"))
-    return next((f"no option {one}" for one in options if f'"{one}"' not in source), "")
+    return next((f"no option {option}" for option in options if f'"{option}"' not in source), "")

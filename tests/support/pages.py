@@ -84,21 +84,23 @@ def blocks(page: str) -> tuple[Block, ...]:
 def block(language: str, fragment: str) -> str:
     """Return the only block of a language, on any page, that contains a fragment."""
     every = (block for page in PAGES for block in blocks(page))
-    (text,) = {one.text for one in every if one.language == language and fragment in one.text}
+    (text,) = {
+        entry.text for entry in every if entry.language == language and fragment in entry.text
+    }
     return text
 
 
 def typed(text: str) -> list[Typed]:
     """Return the typed lines of a console block."""
-    found: list[tuple[str, list[str]]] = []
+    results: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if _PROMPT.match(line):
-            found.append((_PROMPT.sub("", line), []))
-        elif found and found[-1][0].endswith("\\"):
-            found[-1] = (found[-1][0][:-1] + line.strip(), [])
-        elif found:
-            found[-1][1].append(line)
-    return [Typed(line=line, shown=tuple(shown)) for line, shown in found]
+            results.append((_PROMPT.sub("", line), []))
+        elif results and results[-1][0].endswith("\\"):
+            results[-1] = (results[-1][0][:-1] + line.strip(), [])
+        elif results:
+            results[-1][1].append(line)
+    return [Typed(line=line, shown=tuple(shown)) for line, shown in results]
 
 
 def every_typed() -> Iterator[Typed]:
@@ -137,7 +139,7 @@ def within(words: Sequence[str], *, group: str, trajectory: str, last: int) -> l
     steps = sorted({int(word) for word in words if word.isdecimal()}, reverse=True)
     smaller = {"N": str(last)}
     if steps and steps[0] > last:
-        smaller |= {str(step): str(last - place) for place, step in enumerate(steps)}
+        smaller |= {str(step): str(last - index) for index, step in enumerate(steps)}
     return [
         re.sub(
             r"g\d{10}(?!-)", group, re.sub(r"g\d{10}-\d{3}", trajectory, smaller.get(word, word))

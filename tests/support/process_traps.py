@@ -106,16 +106,19 @@ class _GoOnWhenFenced:
         topics = Topics(files.directory.name)
         with closing(SqliteBus(files.directory / "log.sqlite")) as bus:
             control = records_of(bus, ends_of(bus, topics.control))
-            joined = [(one.offset, decode_control(one.value)) for one in control]
+            joined = [(record.offset, decode_control(record.value)) for record in control]
             decisions = records_of(bus, ends_of(bus, topics.decisions))
-            rounds = [decode_round(one.value) for one in decisions]
+            rounds = [decode_round(decision.value) for decision in decisions]
         incarnation = max(
             offset
             for offset, fact in joined
             if isinstance(fact, WorkerJoined) and fact.pid == hit.pid
         )
-        made = [one for round_ in rounds for one in round_.decisions]
-        if any(isinstance(one, Fence) and one.incarnation == incarnation for one in made):
+        new_rounds = [decision for round_ in rounds for decision in round_.decisions]
+        if any(
+            isinstance(decision, Fence) and decision.incarnation == incarnation
+            for decision in new_rounds
+        ):
             (files.directory / "stopped-incarnation").write_text(str(incarnation))
             os.kill(hit.pid, signal.SIGCONT)
             self.done = True

@@ -42,7 +42,7 @@ class Prometheus:
         self._folder = folder
         config = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(OBSERVE / one) for one in config["rule_files"]]
+        config["rule_files"] = [str(OBSERVE / entry) for entry in config["rule_files"]]
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._at = f"127.0.0.1:{free_ports(1)[0]}"
@@ -74,18 +74,18 @@ class Prometheus:
         url = f"http://{self._at}/api/v1/{path}?{urllib.parse.urlencode(fields)}"
         try:
             with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
-                found = json.load(answer)
+                result = json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == STARTS:
                     raise
                 raise AssertionError(f"{fields}: {error.read().decode()}") from None
-        assert found["status"] == "success", found
-        return found["data"]
+        assert result["status"] == "success", result
+        return result["data"]
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
-        return found
+        result: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
+        return result
 
     def until(self, expr: str) -> None:
         late = time.monotonic() + START_S

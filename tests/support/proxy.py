@@ -54,8 +54,8 @@ class Proxy:
         self._stalled.set()
 
     def flow(self) -> None:
-        for one in (self._stalled, self._dropping, self._refusing):
-            one.clear()
+        for entry in (self._stalled, self._dropping, self._refusing):
+            entry.clear()
         self._bytes_per_s = None
 
     def drop_answers(self) -> None:
@@ -71,11 +71,11 @@ class Proxy:
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
-            for one in pair:
+            for side in pair:
                 with suppress(OSError):
                     linger = struct.pack("ii", 1, 0)
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                    one.close()
+                    side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    side.close()
         return len(pairs)
 
     def close(self) -> None:
@@ -144,9 +144,9 @@ class Proxy:
                 sink.settimeout(TICK_S)
         except OSError:
             pass
-        for one in (source, sink):
+        for entry in (source, sink):
             with suppress(OSError):
-                one.close()
+                entry.close()
 
     def _piece(self, source: socket.socket) -> bytes | None:
         try:

@@ -94,8 +94,8 @@ def progress_is_known(cluster: Cluster, name: str) -> bool:
     rows = cluster.roles[name].machine.requests.by_key
     running = {row.place.trajectory for row in rows.values()}
     statuses = cluster.roles[ORCHESTRATOR].machine._statuses
-    known = (one.progress for (worker, _), one in statuses.items() if worker == name)
-    return any(running & progress.keys() for progress in known)
+    progress = (status.progress for (worker, _), status in statuses.items() if worker == name)
+    return any(running & progress.keys() for progress in progress)
 
 
 def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
@@ -115,9 +115,9 @@ def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
 def _append_a_trajectory_again(cluster: Cluster) -> None:
     """Repeat an append after an unknown outcome; the first one counts."""
     topic = cluster.topics.trajectories
-    at = TopicPartition(topic, 0)
-    first = records_of(cluster.bus, {at: cluster.bus.end(at)})
-    twice = next(one for one in first if dict(one.headers)["worker"] == b"w2")
+    partition = TopicPartition(topic, 0)
+    first = records_of(cluster.bus, {partition: cluster.bus.end(partition)})
+    twice = next(record for record in first if dict(record.headers)["worker"] == b"w2")
     again = Append(
         topic=topic, partition=0, key=twice.key, value=twice.value, headers=twice.headers
     )

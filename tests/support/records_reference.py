@@ -29,11 +29,11 @@ WORDS = {
 
 def lines() -> Iterator[str]:
     """Yield the generated lines of the page; a repeated description appears once."""
-    seen: set[str] = set()
+    observed: set[str] = set()
     for line in _lines():
         field, described, _ = line.partition("): ")
-        yield f"{field})" if described and line in seen else line
-        seen.add(line)
+        yield f"{field})" if described and line in observed else line
+        observed.add(line)
 
 
 def _lines() -> Iterator[str]:

@@ -24,16 +24,18 @@ SECTIONS = {
 def _metrics() -> Iterator[str]:
     for title, section in SECTIONS.items():
         yield from (f"## {title}", "")
-        for one in section:
-            labels = f" by {', '.join(f'`{name}`' for name in one.labels)}" if one.labels else ""
-            yield f"- `{one.full}` {one.kind}{labels}: {one.meaning}"
+        for metric in section:
+            labels = (
+                f" by {', '.join(f'`{name}`' for name in metric.labels)}" if metric.labels else ""
+            )
+            yield f"- `{metric.full}` {metric.kind}{labels}: {metric.meaning}"
         yield ""
 
 
 def _tables() -> Iterator[str]:
-    for one in (*TABLES, CALLS):
-        yield from (f"### {one.name}", "", one.description, "")
-        for own in columns_of(one.row):
+    for entry in (*TABLES, CALLS):
+        yield from (f"### {entry.name}", "", entry.description, "")
+        for own in columns_of(entry.row):
             yield f"- `{own.name}` {own.sql.lower()}{', null' * own.null}: {own.description}"
         yield ""
 

@@ -51,14 +51,19 @@ def as_decision(decision: AnyDecision | ScheduledRequest) -> AnyDecision:
 
 
 def placed(decisions: Iterable[AnyDecision]) -> list[ScheduledRequest]:
-    return [request for one in decisions if isinstance(one, Schedule) for request in one.requests()]
+    return [
+        request
+        for decision in decisions
+        if isinstance(decision, Schedule)
+        for request in decision.requests()
+    ]
 
 
 def singly(records: Iterable[T]) -> list[T | TrajectoryLogged]:
-    found: list[T | TrajectoryLogged] = []
-    for one in records:
-        if isinstance(one, TrajectoriesLogged):
-            found.extend(one.facts())
+    results: list[T | TrajectoryLogged] = []
+    for record in records:
+        if isinstance(record, TrajectoriesLogged):
+            results.extend(record.facts())
         else:
-            found.append(one)
-    return found
+            results.append(record)
+    return results

@@ -57,12 +57,12 @@ def size_of(path: Path) -> Size:
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
-    found: set[int] = set()
+    result: set[int] = set()
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found.update(range(value.lineno, (value.end_lineno or value.lineno) + 1))
-    return found
+            result.update(range(value.lineno, (value.end_lineno or value.lineno) + 1))
+    return result
 
 
 def by_folder() -> dict[str, Size]:
@@ -76,12 +76,12 @@ def by_folder() -> dict[str, Size]:
 
 def total(sizes: dict[str, Size], folders: Iterable[str] | None = None) -> Size:
     chosen = None if folders is None else set(folders)
-    found = NOTHING
+    actual_NOTHING = NOTHING
     for name, size in sizes.items():
         top = name.partition("/")[0]
         if top in chosen if chosen is not None else top not in NOT_INSTALLED:
-            found += size
-    return found
+            actual_NOTHING += size
+    return actual_NOTHING
 
 
 def small_modules() -> list[str]:

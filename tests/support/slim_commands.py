@@ -19,10 +19,10 @@ class Call:
     code: int = 0
 
 
-def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
-    (place / "runs").mkdir(parents=True)
-    recorded.copy(place / "runs" / "recorded")
-    damaged = recorded.copy(place / "runs" / "damaged")
+def lay_out(recorded: RecordedRun, path: Path) -> tuple[Call, ...]:
+    (path / "runs").mkdir(parents=True)
+    recorded.copy(path / "runs" / "recorded")
+    damaged = recorded.copy(path / "runs" / "damaged")
     with Tamper(damaged) as log:
         harmed = change_token(log)
     return (
@@ -45,8 +45,8 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
     )
 
 
-def assert_written(place: Path) -> None:
+def assert_written(path: Path) -> None:
     import pyarrow.parquet as pq
 
-    assert pq.read_metadata(place / "out.parquet").num_rows > STEPS
-    assert (place / "policy" / "model.safetensors").is_file()
+    assert pq.read_metadata(path / "out.parquet").num_rows > STEPS
+    assert (path / "policy" / "model.safetensors").is_file()

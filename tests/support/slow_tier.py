@@ -42,11 +42,11 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as file:
         pure = subprocess.Popen(
             [*PYTEST, *PURE, *words],
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=stand_back,
@@ -59,8 +59,8 @@ def main(words: Sequence[str]) -> int:
             with suppress(ProcessLookupError):  # it ended, unless interrupted
                 os.killpg(pure.pid, signal.SIGTERM)
             pure.wait()
-            said.seek(0)
-            sys.stdout.write(said.read())
+            file.seek(0)
+            sys.stdout.write(file.read())
             sys.stdout.flush()
     return exit_code(codes)
 

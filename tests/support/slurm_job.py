@@ -52,12 +52,12 @@ class SlurmJob:
     @contextmanager
     def submitted(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         script = ROOT / "infra" / "slurm" / "dora-pipe.sbatch"
-        with (self.folder / "said").open("ab") as said:
+        with (self.folder / "said").open("ab") as text:
             job = subprocess.Popen(
                 ["bash", script, str(self.config), *words],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=text,
+                stderr=text,
                 env={**os.environ, **self._variables},
             )
         try:
@@ -68,10 +68,10 @@ class SlurmJob:
 
     def said(self) -> str:
         logs = [self.folder / "said", *sorted(self.scratch.glob("*.log"))]
-        return "\n".join(f"{one.name}:\n{one.read_text()}" for one in logs if one.exists())
+        return "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs if log.exists())
 
     def processes(self, words: str = "") -> list[int]:
-        found = []
+        results = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -79,5 +79,5 @@ class SlurmJob:
                 continue
             ours = self.run in line.split() or str(self.folder) in line
             if ours and words in line:
-                found.append(int(entry.name))
-        return found
+                results.append(int(entry.name))
+        return results

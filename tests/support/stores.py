@@ -31,11 +31,11 @@ class Writer:
 
 def assets_in(folder: Path) -> Sequence[Path]:
     folder.mkdir(exist_ok=True)
-    found = []
+    results = []
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text(name)
-        found.append(folder / name)
-    return found
+        results.append(folder / name)
+    return results
 
 
 class HeldBack:
@@ -116,8 +116,8 @@ class Walk:
 
     def __init__(self, version: int) -> None:
         weights = np.zeros(4000, "<u2")
-        for one in range(1, version + 1):
-            weights[np.random.default_rng(one).integers(0, 4000, 40)] = one
+        for index in range(1, version + 1):
+            weights[np.random.default_rng(index).integers(0, 4000, 40)] = index
         self.data = weights.tobytes()
 
     def __call__(self, path: Path) -> Manifest:
@@ -126,9 +126,9 @@ class Walk:
 
 
 def publish_walk(store: PolicyStore, versions: int, *, full_every: int) -> list[PublishedVersion]:
-    found: list[PublishedVersion] = []
+    results: list[PublishedVersion] = []
     for version in range(versions):
-        before = found[-1].manifest.digest if found else ""
-        whole = version % full_every == 0
-        found.append(store.publish_version(Walk(version), before=before, whole=whole))
-    return found
+        before = results[-1].manifest.digest if results else ""
+        full = version % full_every == 0
+        results.append(store.publish_version(Walk(version), before=before, whole=full))
+    return results

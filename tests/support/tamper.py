@@ -62,8 +62,8 @@ class Tamper:
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self._db = sqlite3.connect(run.log)
-        found = self._db.execute("SELECT name, id FROM topics").fetchall()
-        self._topics: dict[str, int] = dict(found)
+        rows = self._db.execute("SELECT name, id FROM topics").fetchall()
+        self._topics: dict[str, int] = dict(rows)
 
     def __enter__(self) -> Tamper:
         return self
@@ -81,7 +81,7 @@ class Tamper:
 
     def rows(self, topic: str) -> list[Row]:
         name = f"{self.run.run}.{topic}"
-        found = self._db.execute(
+        cursor = self._db.execute(
             "SELECT partition, offset, key, headers, value FROM log WHERE topic = ? ORDER BY at",
             (name,),
         )
@@ -94,7 +94,7 @@ class Tamper:
                 headers=_headers(headers),
                 value=value,
             )
-            for partition, offset, key, headers, value in found.fetchall()
+            for partition, offset, key, headers, value in cursor.fetchall()
         ]
 
     def put(self, row: Row) -> None:
@@ -124,16 +124,16 @@ class Tamper:
 
     def logged(self) -> list[tuple[Row, TrajectoriesLogged, int, TrajectoryLogged]]:
         return [
-            (row, record, place, fact)
+            (row, record, index, fact)
             for row, record in self.facts(TrajectoriesLogged)
-            for place, fact in enumerate(record.facts())
+            for index, fact in enumerate(record.facts())
         ]
 
     def log_otherwise(
-        self, row: Row, record: TrajectoriesLogged, place: int, **changes: Any
+        self, row: Row, record: TrajectoriesLogged, index: int, **changes: Any
     ) -> None:
         entries = list(record.trajectories)
-        entries[place] = msgspec.structs.replace(entries[place], **changes)
+        entries[index] = msgspec.structs.replace(entries[index], **changes)
         self.rewrite(row, msgspec.structs.replace(record, trajectories=tuple(entries)))
 
     def rounds(self) -> list[tuple[Row, Round]]:
@@ -146,8 +146,8 @@ class Tamper:
         """Change decisions, or remove them with None; return the number of changed rounds."""
         changed = 0
         for row, round_ in self.rounds():
-            decisions = [change(one) for one in round_.decisions]
-            kept = tuple(one for one in decisions if one is not None)
+            decisions = [change(decision) for decision in round_.decisions]
+            kept = tuple(decision for decision in decisions if decision is not None)
             if kept != round_.decisions:
                 self.rewrite(row, msgspec.structs.replace(round_, decisions=kept))
                 changed += 1
@@ -156,9 +156,9 @@ class Tamper:
     def rebatch(self, change: Callable[[int, TakenGroup], TakenGroup | None]) -> None:
         """Change groups of batches in decisions and commits, with matching digests."""
 
-        def groups(step: int, found: tuple[TakenGroup, ...]) -> tuple[TakenGroup, ...]:
-            changed = (change(step, one) for one in found)
-            return tuple(one for one in changed if one is not None)
+        def groups(step: int, groups: tuple[TakenGroup, ...]) -> tuple[TakenGroup, ...]:
+            changed = (change(step, group) for group in groups)
+            return tuple(entry for entry in changed if entry is not None)
 
         def decide(decision: AnyDecision) -> AnyDecision:
             if not isinstance(decision, TakeBatch):
@@ -171,20 +171,20 @@ class Tamper:
             digest = batch_digest(new)
             self.rewrite(row, msgspec.structs.replace(fact, groups=new, batch_digest=digest))
 
-    def trained(self, place: int = 40) -> tuple[Row, TrajectoryLogged]:
+    def trained(self, index: int = 40) -> tuple[Row, TrajectoryLogged]:
         used = {
-            one.trajectory: (one.partition, one.offset)
+            trajectory.trajectory: (trajectory.partition, trajectory.offset)
             for _, fact in self.facts(StepCommitted)
             for group in fact.groups
-            for one in group.trajectories
+            for trajectory in group.trajectories
         }
         rows = {(row.partition, row.offset): row for row in self.rows("trajectories")}
-        found = [
+        results = [
             (rows[fact.partition, fact.offset], fact)
             for *_, fact in self.logged()
             if used.get(fact.trajectory) == (fact.partition, fact.offset)
         ]
-        return found[place]
+        return results[index]
 
     def reencode(self, row: Row, change: Callable[[Trajectory], Trajectory]) -> Row:
         """Change a trajectory record, with matching headers."""
@@ -197,7 +197,7 @@ class Tamper:
         state: State | None = State()
         chain, start = GENESIS_CHAIN, 0
         for row, round_ in self.rounds():
-            folded = [one for one in control if start <= one[0] < round_.control_next]
+            folded = [entry for entry in control if start <= entry[0] < round_.control_next]
             start = round_.control_next
             state = _fold(state, round_, folded)
             if round_.state_digest is not None and state is not None:

@@ -37,9 +37,9 @@ class Server:
         )
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
-        found = re.search(r"serving `odd_task:Odd` at (tcp://127\.0\.0\.1:(\d+))", line)
-        assert found, line
-        self.url, self.port = found[1], int(found[2])
+        match = re.search(r"serving `odd_task:Odd` at (tcp://127\.0\.0\.1:(\d+))", line)
+        assert match, line
+        self.url, self.port = match[1], int(match[2])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)

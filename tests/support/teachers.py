@@ -34,7 +34,8 @@ class HashTeacher:
         self.asked += 1
         yield
         return [
-            [self._of(ids[: at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in rows
+            [self._of(ids[: index + 1]) for index in range(1, len(ids)) if mask[index]]
+            for ids, mask in rows
         ]
 
     def _of(self, ids: Sequence[int]) -> float:
@@ -47,9 +48,11 @@ def own_logprobs(directory: Path, ids: Sequence[int], temperature: float = 1.0) 
     network = read(directory, dtype=torch.float32)
     with torch.no_grad():
         logits = network(torch.tensor([list(ids)])).logits[0].double() / temperature
-    whole = torch.log_softmax(logits, dim=-1)
-    found: list[float] = [float(whole[at, one]) for at, one in enumerate(ids[1:])]
-    return found
+    probabilities = torch.log_softmax(logits, dim=-1)
+    results: list[float] = [
+        float(probabilities[index, token_id]) for index, token_id in enumerate(ids[1:])
+    ]
+    return results
 
 
 @contextmanager
@@ -64,14 +67,14 @@ def teacher_endpoint(
     def seen(ids: list[int]) -> list[dict[str, Any] | None]:
         with alone, torch.no_grad():
             logits = network(torch.tensor([ids])).logits[0]
-        whole = torch.log_softmax(logits, dim=-1)
-        values = [float(whole[at, one]) for at, one in enumerate(ids[1:])]
+        probabilities = torch.log_softmax(logits, dim=-1)
+        values = [float(probabilities[index, token_id]) for index, token_id in enumerate(ids[1:])]
         assert all(map(math.isfinite, values))
         return [
             None,
             *(
-                {str(one): {"logprob": value, "rank": 1}}
-                for one, value in zip(ids[1:], values, strict=True)
+                {str(token_id): {"logprob": value, "rank": 1}}
+                for token_id, value in zip(ids[1:], values, strict=True)
             ),
         ]
 
@@ -79,8 +82,8 @@ def teacher_endpoint(
         if number < fails:
             return 503, b"busy"
         choices = [
-            {"index": at, "text": "x", "prompt_logprobs": seen(ids)}
-            for at, ids in enumerate(body["prompt"])
+            {"index": index, "text": "x", "prompt_logprobs": seen(ids)}
+            for index, ids in enumerate(body["prompt"])
         ]
         return 200, json.dumps({"choices": choices}).encode()
 

@@ -68,13 +68,13 @@ _REGISTRY = re.compile(
 
 def files(*suffixes: str) -> list[Path]:
     """Return every file that a commit could contain, relative to the root, sorted."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, names, leaves in os.walk(ROOT):
         here = Path(folder)
         names[:] = [n for n in names if not _ignored(n)]
         # In a linked worktree `.git` is a file.
-        found += [(here / leaf).relative_to(ROOT) for leaf in leaves if leaf != ".git"]
-    return sorted(p for p in found if not suffixes or p.suffix in suffixes)
+        paths += [(here / leaf).relative_to(ROOT) for leaf in leaves if leaf != ".git"]
+    return sorted(p for p in paths if not suffixes or p.suffix in suffixes)
 
 
 def _ignored(name: str) -> bool:
@@ -181,7 +181,9 @@ def pickling(path: str, text: str) -> Iterator[str]:
 def _may_pickle(node: ast.Call) -> bool:
     """Filter cheaply before the full check, which is 100 times slower."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    return name in _PICKLING_CALLS or any(one.arg == "allow_pickle" for one in node.keywords)
+    return name in _PICKLING_CALLS or any(
+        keyword.arg == "allow_pickle" for keyword in node.keywords
+    )
 
 
 def assertions(path: str, text: str) -> Iterator[str]:
@@ -202,19 +204,21 @@ def sleeping(path: str, text: str) -> Iterator[str]:
 
 def repeated_names(path: str, text: str) -> Iterator[str]:
     """Forbid repeated definitions and imports of a name, left by merges."""
-    seen: set[str] = set()
+    observed: set[str] = set()
     for node in tree_of(text).body:
         inner = node.body if isinstance(node, ast.If) and not node.orelse else [node]
-        for one in inner:
-            if isinstance(one, ast.Import | ast.ImportFrom):
-                names = [alias.asname or alias.name for alias in one.names]
-            elif isinstance(one, ast.Assign | ast.AnnAssign):
-                targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+        for decision in inner:
+            if isinstance(decision, ast.Import | ast.ImportFrom):
+                names = [alias.asname or alias.name for alias in decision.names]
+            elif isinstance(decision, ast.Assign | ast.AnnAssign):
+                targets = (
+                    decision.targets if isinstance(decision, ast.Assign) else [decision.target]
+                )
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
             else:
                 names = []
-            yield from (f"{path}:{one.lineno}: {name}" for name in names if name in seen)
-            seen.update(names)
+            yield from (f"{path}:{decision.lineno}: {name}" for name in names if name in observed)
+            observed.update(names)
 
 
 def words(path: str, text: str) -> Iterator[str]:

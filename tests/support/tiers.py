@@ -9,4 +9,4 @@ import pytest
 
 
 def more(values: Iterable[Any]) -> list[Any]:
-    return [pytest.param(one, marks=[pytest.mark.slow, pytest.mark.pure]) for one in values]
+    return [pytest.param(value, marks=[pytest.mark.slow, pytest.mark.pure]) for value in values]

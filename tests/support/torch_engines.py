@@ -99,7 +99,7 @@ def logprob_distance(
 
 def greedy_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    made = model.generate(
+    output = model.generate(
         torch.tensor([list(prompt)]),
         do_sample=False,
         max_new_tokens=count,
@@ -107,5 +107,5 @@ def greedy_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[in
         eos_token_id=None,
         pad_token_id=0,
     )
-    tokens: list[int] = made[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

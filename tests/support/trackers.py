@@ -48,23 +48,23 @@ class TensorBoardHarness:
         return TensorBoardTracker(self.folder)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        found = event_rows(self.folder / run.name)
-        return [(step, metrics) for step, _, metrics in found]
+        rows = event_rows(self.folder / run.name)
+        return [(step, metrics) for step, _, metrics in rows]
 
 
 def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
-    found = []
+    results = []
     for path in sorted(folder.glob(EVENTS)):
         for event in EventFileLoader(str(path)).Load():
             values = event.summary.value
             if values and not values[0].tag.startswith(CONFIG):
-                arrays = {one.tag: tensor_util.make_ndarray(one.tensor) for one in values}
+                arrays = {value.tag: tensor_util.make_ndarray(value.tensor) for value in values}
                 metrics = {tag: float(array) for tag, array in arrays.items()}
-                found.append((event.step, event.wall_time, metrics))
-    return found
+                results.append((event.step, event.wall_time, metrics))
+    return results
 
 
 class Row(NamedTuple):
@@ -153,11 +153,11 @@ class FakeWandbHarness:
         return WandbTracker(PROJECT, self.environment)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        found = self.fake.runs.get(run.id, FakeRun())
-        assert not found.rows or found.axes == {STEP: None, "*": STEP}
+        actual_run = self.fake.runs.get(run.id, FakeRun())
+        assert not actual_run.rows or actual_run.axes == {STEP: None, "*": STEP}
         return [
             (row[STEP], {name: float(value) for name, value in row.items() if name != STEP})
-            for row in found.rows
+            for row in actual_run.rows
         ]
 
 
@@ -176,7 +176,7 @@ class RealWandbHarness:
         return WandbTracker(PROJECT)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        found: Rows = []
+        rows: Rows = []
         for path in sorted(self.folder.glob(f"wandb/offline-run-*/run-{run.id}.wandb")):
             for record in _ended(path):
                 row: dict[str, Any] = {}
@@ -185,8 +185,10 @@ class RealWandbHarness:
                     if not name.startswith("_"):
                         row[name] = json.loads(item.value_json)
                 if row:
-                    found.append((row.pop(STEP), {name: float(one) for name, one in row.items()}))
-        return found
+                    rows.append(
+                        (row.pop(STEP), {name: float(entry) for name, entry in row.items()})
+                    )
+        return rows
 
 
 def _ended(path: Path) -> list[Any]:
@@ -202,16 +204,16 @@ def _ended(path: Path) -> list[Any]:
 def _wandb_records(data: bytes, block: int = 32768) -> Iterator[Any]:
     """Yield the records of a `.wandb` file: LevelDB's log format after seven bytes."""
     proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    at, whole = 7, b""
-    while at + 7 <= len(data):
-        if block - at % block < 7:
-            at += block - at % block
+    index, full = 7, b""
+    while index + 7 <= len(data):
+        if block - index % block < 7:
+            index += block - index % block
             continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
+        _, size, kind = struct.unpack_from("<IHB", data, index)
+        full += data[index + 7 : index + 7 + size]
+        index += 7 + size
         if kind in (1, 4):  # an entire record, or its last part
             record = proto.Record()
-            record.ParseFromString(whole)
+            record.ParseFromString(full)
             yield record
-            whole = b""
+            full = b""

@@ -107,8 +107,8 @@ class Driver:
         return outputs.effects
 
     def _read(self, outputs: Outputs) -> None:
-        for one in outputs.publish:
-            record = one.record
+        for entry in outputs.publish:
+            record = entry.record
             if record.topic == TOPICS.control:
                 self.written.append(decode_control(record.value))
             elif record.topic == TOPICS.metrics:

@@ -210,9 +210,9 @@ class TrainerStage:
         self, step: int, version: int | None = None, groups: int = 2, pins: tuple[int, ...] = ()
     ) -> TakeBatch:
         """Log groups of a version (default: the step's) and decide their batch."""
-        at = step if version is None else version
+        position = step if version is None else version
         logged = [
-            self.log_group(step * 100 + number, version=at, deadline=step + 2)
+            self.log_group(step * 100 + number, version=position, deadline=step + 2)
             for number in range(groups)
         ]
         return self.take(step, logged, pins=pins)
@@ -223,26 +223,26 @@ class TrainerStage:
     # Contents of the log
 
     def records(self, topic: str, partition: int = 0) -> list[Record]:
-        at = TopicPartition(topic, partition)
-        reader = self.bus.reader({at: 0})
-        found: list[Record] = []
-        while reader.position(at) < self.bus.end(at):
-            found += reader.poll(timeout_s=1.0)
+        position = TopicPartition(topic, partition)
+        reader = self.bus.reader({position: 0})
+        records: list[Record] = []
+        while reader.position(position) < self.bus.end(position):
+            records += reader.poll(timeout_s=1.0)
         reader.close()
-        return found
+        return records
 
     def control(self) -> list[AnyControl]:
-        decoded = [decode_control(one.value) for one in self.records(self.topics.control)]
-        return [one for one in decoded if not isinstance(one, Unknown)]
+        decoded = [decode_control(record.value) for record in self.records(self.topics.control)]
+        return [record for record in decoded if not isinstance(record, Unknown)]
 
     def commits(self) -> list[StepCommitted]:
-        commits = [one for one in self.control() if isinstance(one, StepCommitted)]
-        self.digests |= {one.step + 1: one.digest_after for one in commits}
+        commits = [event for event in self.control() if isinstance(event, StepCommitted)]
+        self.digests |= {commit.step + 1: commit.digest_after for commit in commits}
         return commits
 
     def statuses(self) -> list[TrainerStatus]:
-        decoded = [decode_metrics(one.value) for one in self.records(self.topics.metrics)]
-        return [one for one in decoded if isinstance(one, TrainerStatus)]
+        decoded = [decode_metrics(record.value) for record in self.records(self.topics.metrics)]
+        return [status for status in decoded if isinstance(status, TrainerStatus)]
 
     def read_history(self, bus: Bus) -> CommitHistory:
         """Return the history, which is the same with a snapshot and without."""
@@ -253,13 +253,13 @@ class TrainerStage:
     def change_trajectory(self, partition: int, offset: int) -> None:
         """Change a token and the record's own sha256."""
         held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
-        place = held.offsets.index(offset)
-        trajectory = decode_trajectory(held.records[place].value)
+        location = held.offsets.index(offset)
+        trajectory = decode_trajectory(held.records[location].value)
         token_ids = [*trajectory.token_ids]
         token_ids[-2] += 1
         value, headers = encode_trajectory(replace(trajectory, token_ids=token_ids))
-        held.records[place] = replace(
-            held.records[place], value=value, headers=header_pairs(headers)
+        held.records[location] = replace(
+            held.records[location], value=value, headers=header_pairs(headers)
         )
 
     def trainer(self, **options: Any) -> StagedTrainer:
@@ -387,4 +387,4 @@ def train_killed(
 
 
 def digests(stage: TrainerStage) -> list[str]:
-    return [one.digest_after for one in stage.commits()]
+    return [commit.digest_after for commit in stage.commits()]

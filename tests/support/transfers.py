@@ -81,7 +81,7 @@ class MemoryTransfers:
             for name, (at_ns, _) in list(self.kept.items()):
                 if at_ns < now_ns - AGE_MAX_NS:
                     del self.kept[name]
-            if sum(len(one) for _, one in self.kept.values()) + len(data) > self.bytes_max:
+            if sum(len(entry) for _, entry in self.kept.values()) + len(data) > self.bytes_max:
                 return Lost(NO_ROOM)
             self.kept[blob.sha256] = (now_ns, data)
         return blob
@@ -114,13 +114,19 @@ class MemoryTransfers:
 
 def memory_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
     clock = VirtualClock()
-    place = MemoryTransfers(clock, bytes_max=bytes_max)
+    transfers = MemoryTransfers(clock, bytes_max=bytes_max)
 
     def damage(blob: Blob) -> None:
-        at_ns, data = place.kept[blob.sha256]
-        place.kept[blob.sha256] = (at_ns, flipped(data))
+        at_ns, data = transfers.kept[blob.sha256]
+        transfers.kept[blob.sha256] = (at_ns, flipped(data))
 
-    yield Pair(source=place, target=place, clock=clock, damage=damage, kept=lambda: len(place.kept))
+    yield Pair(
+        source=transfers,
+        target=transfers,
+        clock=clock,
+        damage=damage,
+        kept=lambda: len(transfers.kept),
+    )
 
 
 def files_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
@@ -145,12 +151,12 @@ def flight_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
         served(folder / "source", clock=clock, bytes_max=bytes_max) as source,
         served(folder / "target", clock=clock) as target,
     ):
-        place = MappedFiles(folder / "source" / "place", clock=clock)
+        files = MappedFiles(folder / "source" / "place", clock=clock)
         yield Pair(
             source=source,
             target=target,
             clock=clock,
-            damage=lambda blob: flip(place.path(blob)),
+            damage=lambda blob: flip(files.path(blob)),
             kept=lambda: files_in(folder / "source" / "place"),
         )
 
@@ -170,9 +176,9 @@ def served(
     port: int = 0,
     linger_s: float = 0.0,
 ) -> Iterator[FlightTransfers]:
-    place = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
+    files = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
     transfers = FlightTransfers(
-        place,
+        files,
         Identity(token=token, run=run, host=HOST, port=port),
         stored=lambda name: folder / "policies" / name,
         streams_max=streams_max,
@@ -204,8 +210,8 @@ def mute_peer() -> Iterator[str]:
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
-            for one in taken:
-                one.close()
+            for decision in taken:
+                decision.close()
 
 
 def nobody() -> str:

@@ -73,27 +73,27 @@ WARM_S = 600.0
 """Some tasks import many packages."""
 
 
-def furnish(place: Path, **changes: Any) -> Path:
-    make_llama_gqa(place / "model", **changes)
-    (place / "config.toml").write_text(CONFIG)
-    (place / "judge.py").write_text(REWARD)
+def furnish(path: Path, **changes: Any) -> Path:
+    make_llama_gqa(path / "model", **changes)
+    (path / "config.toml").write_text(CONFIG)
+    (path / "judge.py").write_text(REWARD)
     rows = [{"prompt": f"say {letter}: ", "answer": letter} for letter in "abcdefgh"]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def start(place: Path, *words: str) -> subprocess.Popen[bytes]:
-    with (place / "said").open("ab") as said:
-        return _start(place, words, said, said)
+def start(path: Path, *words: str) -> subprocess.Popen[bytes]:
+    with (path / "said").open("ab") as text:
+        return _start(path, words, text, text)
 
 
-def call(place: Path, *words: str) -> int:
-    return start(place, *words).wait(WAIT_S)
+def call(path: Path, *words: str) -> int:
+    return start(path, *words).wait(WAIT_S)
 
 
-def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
+def answer(path: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
     with TemporaryFile() as out, TemporaryFile() as err:
-        process = _start(place, words, out, err)
+        process = _start(path, words, out, err)
         try:
             code = process.wait(wait_s)
         finally:
@@ -103,10 +103,10 @@ def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.Compl
         return subprocess.CompletedProcess(words, code, out.read().decode(), err.read().decode())
 
 
-def bench(place: Path, *words: str, wait_s: float = WARM_S) -> subprocess.CompletedProcess[str]:
+def bench(path: Path, *words: str, wait_s: float = WARM_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dora_pipe.bench", *words],
-        cwd=place,
+        cwd=path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -117,14 +117,14 @@ def bench(place: Path, *words: str, wait_s: float = WARM_S) -> subprocess.Comple
 
 
 def _start(
-    place: Path, words: Sequence[str], out: IO[bytes], err: IO[bytes]
+    path: Path, words: Sequence[str], out: IO[bytes], err: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if may_fork():
-        return fork(words, place, environment, out.fileno(), err.fileno())
+        return fork(words, path, environment, out.fileno(), err.fileno())
     return subprocess.Popen(
         [PROGRAM, *words],
-        cwd=place,
+        cwd=path,
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
@@ -132,16 +132,16 @@ def _start(
     )
 
 
-def call_here(place: Path, *words: str) -> int:
+def call_here(path: Path, *words: str) -> int:
     """Run `dora-pipe WORDS` in this process, for commands that read; output goes to the file of
     `start`."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     with (
-        (place / "said").open("a") as said,
-        contextlib.chdir(place),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
+        (path / "said").open("a") as text,
+        contextlib.chdir(path),
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
         patch.object(sys, "argv", ["dora-pipe", *words]),
     ):
         try:
@@ -153,8 +153,8 @@ def call_here(place: Path, *words: str) -> int:
     raise AssertionError("a command ends with an exit code")
 
 
-def facts(place: Path, run: str) -> Iterator[object]:
-    with opened(str(place / "runs" / run)) as open_run:
+def facts(path: Path, run: str) -> Iterator[object]:
+    with opened(str(path / "runs" / run)) as open_run:
         yield from facts_on(open_run.bus, run)
 
 
@@ -171,14 +171,14 @@ def facts_on(bus: Bus, run: str) -> Iterator[object]:
             yield decode_control(record.value)
 
 
-def steps(place: Path, run: str) -> list[int]:
-    return [fact.step for fact in facts(place, run) if isinstance(fact, StepCommitted)]
+def steps(path: Path, run: str) -> list[int]:
+    return [fact.step for fact in facts(path, run) if isinstance(fact, StepCommitted)]
 
 
-def assert_clean(place: Path, run: str) -> None:
-    with opened(str(place / "runs" / run)) as open_run:
-        found = audit(open_run.bus, open_run.topics, open_run.store)
-    assert found.holds, found.violations
+def assert_clean(path: Path, run: str) -> None:
+    with opened(str(path / "runs" / run)) as open_run:
+        report = audit(open_run.bus, open_run.topics, open_run.store)
+    assert report.holds, report.violations
 
 
 def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
@@ -188,21 +188,26 @@ def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         time.sleep(0.05)
 
 
-def warm_example(place: Path, example: str, keys: Sequence[str], *, steps: int) -> Path:
-    (place / "examples").symlink_to(ROOT / "examples")
-    made = [sys.executable, f"examples/{example}/make.py", "made"]
-    subprocess.run(made, check=True, cwd=place)
+def warm_example(path: Path, example: str, keys: Sequence[str], *, steps: int) -> Path:
+    (path / "examples").symlink_to(ROOT / "examples")
+    created = [sys.executable, f"examples/{example}/make.py", "made"]
+    subprocess.run(created, check=True, cwd=path)
     words = ["sft", f"examples/{example}/config.toml", "warm", "--data", "made/sft.jsonl"]
     words += ["--steps", str(steps), "--learning-rate", "0.004"]
     words += [
-        word for one in (*keys, f"model.path={place / 'made' / 'model'}") for word in ("-o", one)
+        word
+        for override in (*keys, f"model.path={path / 'made' / 'model'}")
+        for word in ("-o", override)
     ]
-    assert start(place, *words).wait(WARM_S) == 0, (place / "said").read_text()
-    return place / "warm"
+    assert start(path, *words).wait(WARM_S) == 0, (path / "said").read_text()
+    return path / "warm"
 
 
-def trajectories(place: Path) -> list[Trajectory]:
-    with opened(str(place / "runs" / "tiny")) as run:
+def trajectories(path: Path) -> list[Trajectory]:
+    with opened(str(path / "runs" / "tiny")) as run:
         topic = run.topics.trajectories
-        ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}
+        ends = {
+            entry: run.bus.end(entry)
+            for entry in (TopicPartition(topic, index) for index in range(4))
+        }
         return [decode_trajectory(record.value) for record in records_of(run.bus, ends)]

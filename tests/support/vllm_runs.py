@@ -36,36 +36,36 @@ def furnished(folder: Path) -> Path:
     return folder
 
 
-def joined(place: Path) -> dict[str, str]:
-    if not (place / "runs" / "tiny" / "log.sqlite").exists():
+def joined(path: Path) -> dict[str, str]:
+    if not (path / "runs" / "tiny" / "log.sqlite").exists():
         return {}
-    found = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
-    return {one.worker: one.engine for one in found}
+    results = [fact for fact in facts(path, "tiny") if isinstance(fact, WorkerJoined)]
+    return {result.worker: result.engine for result in results}
 
 
-def until_joined(place: Path, workers: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    until(lambda: workers.keys() <= joined(place).keys() or any_ended(workers), WAIT_S)
-    assert not any_ended(workers), (place / "said").read_text()
+def until_joined(path: Path, workers: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    until(lambda: workers.keys() <= joined(path).keys() or any_ended(workers), WAIT_S)
+    assert not any_ended(workers), (path / "said").read_text()
 
 
 def any_ended(processes: Mapping[str, subprocess.Popen[bytes]]) -> bool:
-    return any(one.poll() is not None for one in processes.values())
+    return any(process.poll() is not None for process in processes.values())
 
 
-def check_agents_run(place: Path, *words: str, steps_made: int, numerics_max: float) -> None:
+def check_agents_run(path: Path, *words: str, steps_made: int, numerics_max: float) -> None:
     """Run agents with these options: their answers match the log, and the audit passes.
     Retraining is bitwise equal, resampling token by token; log-probs match the trainer's."""
-    furnish_agent(place)
+    furnish_agent(path)
     options = ("config.toml", "-o", f"run.steps={steps_made}", *words)
     for command in (("run", *options), ("replay", "tiny"), ("replay", "tiny", "--random", "4")):
-        assert start(place, *command).wait(WAIT_S) == 0, (place / "said").read_text()
-    assert steps(place, "tiny") == list(range(steps_made))
-    assert_clean(place, "tiny")
-    check_what_was_told_is_logged_once(place)
-    check_answers_stand_behind_their_prompts(place)
-    check_calls_end_where_they_asked(place)
-    (place / "said").unlink()
-    assert start(place, "mismatch", "tiny", "--json").wait(WAIT_S) == 0
-    lines = (place / "said").read_text().splitlines()
+        assert start(path, *command).wait(WAIT_S) == 0, (path / "said").read_text()
+    assert steps(path, "tiny") == list(range(steps_made))
+    assert_clean(path, "tiny")
+    check_what_was_told_is_logged_once(path)
+    check_answers_stand_behind_their_prompts(path)
+    check_calls_end_where_they_asked(path)
+    (path / "said").unlink()
+    assert start(path, "mismatch", "tiny", "--json").wait(WAIT_S) == 0
+    lines = (path / "said").read_text().splitlines()
     (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
     assert measured["causes"]["numerics"]["largest"] < numerics_max

@@ -77,12 +77,12 @@ def running_server(**which: Any) -> tuple[ServerProcess, Path]:
     asked = signature(start_server).bind(**which)
     asked.apply_defaults()
     key = tuple(asked.arguments.items())
-    found = _running.pop(key, None)
-    if found is None:
+    result = _running.pop(key, None)
+    if result is None:
         _end_beyond(SERVERS - 1)  # first: the new server needs the memory
-        found = start_server(**which)
-    _running[key] = found
-    return found
+        result = start_server(**which)
+    _running[key] = result
+    return result
 
 
 def _end_beyond(count: int) -> None:
@@ -125,12 +125,12 @@ def start_server(
 
 def family(server: int) -> list[int]:
     """Return a server's processes, including engine core and ranks of its session."""
-    found = []
-    for one in Path("/proc").glob("[0-9]*"):
+    results = []
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # already ended
-            if (one / "stat").read_text().rpartition(")")[2].split()[3] == str(server):
-                found.append(int(one.name))
-    return found
+            if (path / "stat").read_text().rpartition(")")[2].split()[3] == str(server):
+                results.append(int(path.name))
+    return results
 
 
 def open_shared(

@@ -286,24 +286,24 @@ class World:
             kv=kv,
         )
 
-    def move(self, place: ScheduledRequest, to: Worker) -> Migrate:
+    def move(self, request: ScheduledRequest, to: Worker) -> Migrate:
         return Migrate(
             reason="t",
-            trajectory=place.trajectory,
-            attempt=place.attempt,
-            worker=place.worker,
-            incarnation=place.incarnation,
+            trajectory=request.trajectory,
+            attempt=request.attempt,
+            worker=request.worker,
+            incarnation=request.incarnation,
             to=to.setup.worker,
             to_incarnation=to.setup.incarnation,
         )
 
-    def cancel(self, place: ScheduledRequest) -> Cancel:
+    def cancel(self, request: ScheduledRequest) -> Cancel:
         return Cancel(
             reason="t",
-            trajectory=place.trajectory,
-            attempt=place.attempt,
-            worker=place.worker,
-            incarnation=place.incarnation,
+            trajectory=request.trajectory,
+            attempt=request.attempt,
+            worker=request.worker,
+            incarnation=request.incarnation,
         )
 
     def start(self, version: int = 0, **changes: Any) -> Worker:
@@ -339,14 +339,14 @@ class World:
     # What came back
 
     def records(self, topic: str) -> list[Record]:
-        found: list[Record] = []
+        records: list[Record] = []
         for partition in range(self.bus.partitions(topic)):
             tp = TopicPartition(topic, partition)
             reader = self.bus.reader({tp: 0})
             while reader.position(tp) < self.bus.end(tp):
-                found += reader.poll(timeout_s=0.0)
+                records += reader.poll(timeout_s=0.0)
             reader.close()
-        return found
+        return records
 
     def control(self) -> list[AnyControl | Unknown]:
         return [decode_control(record.value) for record in self.records(TOPICS.control)]
@@ -355,14 +355,14 @@ class World:
         return [record for record in singly(self.control()) if isinstance(record, kind)]
 
     def statuses(self) -> list[WorkerStatus]:
-        found = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]
-        said: dict[tuple[str, int], WorkerStatus] = {}
+        metrics = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]
+        texts: dict[tuple[str, int], WorkerStatus] = {}
         statuses = []
-        for status in found:
+        for status in metrics:
             if isinstance(status, WorkerStatus):
-                at = (status.worker, status.incarnation)
-                said[at] = merged(said.get(at), status)
-                statuses.append(said[at])
+                positions = (status.worker, status.incarnation)
+                texts[positions] = merged(texts.get(positions), status)
+                statuses.append(texts[positions])
         return statuses
 
     def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
@@ -372,4 +372,4 @@ class World:
         raise AssertionError(f"nothing lies at {logged.partition}/{logged.offset}")
 
     def trajectories(self) -> dict[str, Trajectory]:
-        return {one.trajectory: self.trajectory(one) for one in self.facts(TrajectoryLogged)}
+        return {fact.trajectory: self.trajectory(fact) for fact in self.facts(TrajectoryLogged)}

@@ -108,14 +108,18 @@ class Run:
         return [(record.offset, decode_control(record.value)) for record in records]
 
     def joins(self) -> list[tuple[int, WorkerJoined]]:
-        return [(at, one) for at, one in self.control() if isinstance(one, WorkerJoined)]
+        return [
+            (index, event) for index, event in self.control() if isinstance(event, WorkerJoined)
+        ]
 
     def count(self, kind: type) -> int:
-        return sum(isinstance(one, kind) for one in singly(one for _, one in self.control()))
+        return sum(
+            isinstance(entry, kind) for entry in singly(entry for _, entry in self.control())
+        )
 
     def logged(self) -> list[TrajectoryLogged]:
-        facts = singly(one for _, one in self.control())
-        return [one for one in facts if isinstance(one, TrajectoryLogged)]
+        facts = singly(entry for _, entry in self.control())
+        return [fact for fact in facts if isinstance(fact, TrajectoryLogged)]
 
     def assign(self, incarnation: int) -> Assign:
         return Assign(

@@ -74,20 +74,23 @@ def _texts() -> list[tuple[str, str]]:
     listed = subprocess.run(
         ["git", "ls-files", "--", *PAGES], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found = []
+    results = []
     for name in listed.stdout.split():
         if not name.startswith((*HISTORY, "sim/", "tests/")) and (ROOT / name).is_file():
             text = (ROOT / name).read_text()
-            found += [
-                (name, one) for one in (_strings(text) if name.endswith(".py") else [f" {text}"])
+            results += [
+                (name, entry)
+                for entry in (_strings(text) if name.endswith(".py") else [f" {text}"])
             ]
-    return found
+    return results
 
 
 def _strings(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = (one.value if isinstance(one, ast.Constant) else "{}" for one in node.values)
+            parts = (
+                value.value if isinstance(value, ast.Constant) else "{}" for value in node.values
+            )
             yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -103,10 +106,15 @@ def _unknown(typed: str) -> str:
         if word not in command.commands:
             return "" if word in NOT_COMMANDS else word
         command = command.commands[word]
-    known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    params = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     options = (word.partition("=")[0].rstrip(".,:)") for word in words)
     return next(
-        (one for one in options if _OPTION.match(one) and one not in known | {"--help"}), ""
+        (
+            option
+            for option in options
+            if _OPTION.match(option) and option not in params | {"--help"}
+        ),
+        "",
     )
 
 
@@ -129,7 +137,7 @@ def test_every_configuration_key_that_is_named_exists() -> None:
 def _keys(name: str, text: str) -> Iterator[str]:
     quoted = re.findall(r"`([^`\n]+)`", text) if name.endswith(".md") else [text]
     if name.endswith((".py", ".md")) and name != "docs/migration.md":
-        yield from (key for one in quoted for key in _KEY.findall(one))
+        yield from (key for entry in quoted for key in _KEY.findall(entry))
 
 
 def _is_key(name: str) -> bool:

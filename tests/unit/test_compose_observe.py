@@ -23,15 +23,15 @@ def _yaml(path: Path) -> Any:
 
 
 def _ports(service: Service) -> dict[str, str]:
-    pairs = [re.fullmatch(r"127\.0\.0\.1:(\d+):(\d+)", one) for one in service.raw["ports"]]
+    pairs = [re.fullmatch(r"127\.0\.0\.1:(\d+):(\d+)", entry) for entry in service.raw["ports"]]
     assert all(pairs), f"{service.name} is open to other machines: {service.raw['ports']}"
     return {pair[2]: pair[1] for pair in pairs if pair}
 
 
 def _at_home(address: str) -> Service:
-    found = re.search(r"(?:^|/)([\w-]+):(\d+)$", address)
-    assert found, address
-    return SERVICES[found[1]]
+    match = re.search(r"(?:^|/)([\w-]+):(\d+)$", address)
+    assert match, address
+    return SERVICES[match[1]]
 
 
 def test_every_port_is_bound_to_this_machine_and_none_twice_but_by_brokers_of_one_profile() -> None:
@@ -40,13 +40,13 @@ def test_every_port_is_bound_to_this_machine_and_none_twice_but_by_brokers_of_on
     assert {"3000", "9090", "9464", "16686", "4318", "8080"} <= set(taken)
 
 
-@pytest.mark.parametrize("service", SERVICES.values(), ids=lambda one: str(one.name))
+@pytest.mark.parametrize("service", SERVICES.values(), ids=lambda value: str(value.name))
 def test_every_file_that_is_mounted_is_there_and_cannot_be_changed(service: Service) -> None:
     for target, source in service.mounts.items():
         assert source.exists(), f"{service.name}: {target}"
         assert source.resolve().is_relative_to(OBSERVE)
-    mounted = [one for one in service.raw.get("volumes", []) if one.startswith(".")]
-    assert all(one.endswith(":ro") for one in mounted)
+    mounted = [entry for entry in service.raw.get("volumes", []) if entry.startswith(".")]
+    assert all(entry.endswith(":ro") for entry in mounted)
 
 
 def test_prometheus_finds_its_files_and_scrapes_services_at_their_ports() -> None:
@@ -74,12 +74,16 @@ def test_prometheus_finds_its_files_and_scrapes_services_at_their_ports() -> Non
 def test_grafana_finds_datasource_and_dashboards_where_they_are_mounted() -> None:
     service = SERVICES["grafana"]
     provisioning = Path("/etc/grafana/provisioning")
-    (source,) = [at for at in service.mounts if at.startswith(f"{provisioning}/datasources/")]
-    (provider,) = [at for at in service.mounts if at.startswith(f"{provisioning}/dashboards/")]
+    (source,) = [
+        mount for mount in service.mounts if mount.startswith(f"{provisioning}/datasources/")
+    ]
+    (provider,) = [
+        mount for mount in service.mounts if mount.startswith(f"{provisioning}/dashboards/")
+    ]
     (datasource,) = _yaml(service.mounts[source])["datasources"]
     asked = _at_home(datasource["url"])
     assert asked.name == "prometheus" and "9090" in _ports(asked)
-    (folder,) = [one["options"]["path"] for one in _yaml(service.mounts[provider])["providers"]]
+    (folder,) = [row["options"]["path"] for row in _yaml(service.mounts[provider])["providers"]]
     assert service.mounts[folder].resolve() == (OBSERVE / "dashboards").resolve()
     uids = [json.loads(path.read_text())["uid"] for path in service.mounts[folder].glob("*.json")]
     assert len(set(uids)) == 3
@@ -92,7 +96,7 @@ def test_collector_takes_what_the_exporter_sends_and_hands_it_to_jaeger() -> Non
     (config,) = [word.removeprefix("--config=") for word in service.words]
     plain = _yaml(service.mounts[config])
     protocols = plain["receivers"]["otlp"]["protocols"]
-    heard = {one["endpoint"].removeprefix("0.0.0.0:") for one in protocols.values()}
+    heard = {protocol["endpoint"].removeprefix("0.0.0.0:") for protocol in protocols.values()}
     assert heard | {plain["extensions"]["health_check"]["endpoint"][8:]} == set(_ports(service))
     for kind in ("receivers", "processors", "exporters"):
         for pipeline in plain["service"]["pipelines"].values():
@@ -107,7 +111,7 @@ def test_collector_takes_what_the_exporter_sends_and_hands_it_to_jaeger() -> Non
     assert sent.split(":")[-1] in heard
 
 
-@pytest.mark.parametrize("service", OBSERVERS.values(), ids=lambda one: str(one.name))
+@pytest.mark.parametrize("service", OBSERVERS.values(), ids=lambda value: str(value.name))
 def test_observers_read_the_run_that_is_chosen_on_the_brokers_of_any_profile(
     service: Service, tmp_path: Path
 ) -> None:
@@ -121,7 +125,7 @@ def test_observers_read_the_run_that_is_chosen_on_the_brokers_of_any_profile(
     assert (config.run.name, config.bus.url) == ("mine", "kafka://kafka:19092")
     assert config.store.path in service.volumes
     assert service.volumes[config.store.path] == SERVICES["orchestrator"].volumes["/store"]
-    brokers = {name for name, one in SERVICES.items() if one.is_broker}
+    brokers = {name for name, service in SERVICES.items() if service.is_broker}
     assert brokers <= service.depends_on.keys()
     assert all(service.depends_on[name] == ("service_healthy", False) for name in brokers)
     assert service.image == "dora-pipe:slim"

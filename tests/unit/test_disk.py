@@ -35,20 +35,20 @@ def look(watch: DiskWatch, clock: VirtualClock, seconds: float) -> None:
 
 
 def test_a_full_disk_is_told_once_and_so_is_room(room: Disk, tmp_path: Path) -> None:
-    told: list[str] = []
+    replies: list[str] = []
     clock = VirtualClock()
-    watch = DiskWatch((tmp_path,), told.append, clock)
+    watch = DiskWatch((tmp_path,), replies.append, clock)
     look(watch, clock, 5)
-    assert (told, watch.full) == ([], False)
+    assert (replies, watch.full) == ([], False)
     room.free = 0
     look(watch, clock, 30)
     assert watch.full
-    (line,) = told
+    (line,) = replies
     assert line.startswith(f"the disk under {tmp_path} is full: 0 B free; roles wait, dispatch is")
     assert f"{DELIVERY_TIMEOUT_S:g} s" in line
     room.free = 10 * FULL_BYTES
     look(watch, clock, 5)
-    assert told[1:] == ["disk space is available again; the run continues"]
+    assert replies[1:] == ["disk space is available again; the run continues"]
     assert not watch.full
 
 

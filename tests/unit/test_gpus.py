@@ -48,34 +48,35 @@ def config(*, trainer: dict[str, object] | None = None, **workers: object) -> Co
 def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
     shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
     names = ("w0", "w1", "w2", "w3", "late", local_roles.TRAINER, local_roles.ORCHESTRATOR)
-    found = [gpus_of(shared, name)[1] for name in names]
-    assert found == [(1,), (2,), (1,), (2,), (), (0, 3), ()]
+    results = [gpus_of(shared, name)[1] for name in names]
+    assert results == [(1,), (2,), (1,), (2,), (), (0, 3), ()]
 
 
 def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
     pairs = {"tensor_parallel_size": 2}
     shared = config(engine="vllm", gpus=[1, 2, 3, 5], vllm=pairs)
-    found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
-    assert found == [(1, 2), (3, 5), (1, 2)]
+    results = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
+    assert results == [(1, 2), (3, 5), (1, 2)]
     with pytest.raises(ConfigError, match="3 is not a multiple of 2"):
         config(engine="vllm", gpus=[1, 2, 3], vllm=pairs)
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"), [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")]
+    ("observed", "expected"),
+    [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")],
 )
-def test_gpus_are_counted_among_those_that_are_visible(seen: str | None, expected: str) -> None:
-    assert visible("workers.gpus", (2, 0), seen) == expected
+def test_gpus_are_counted_among_those_that_are_visible(observed: str | None, expected: str) -> None:
+    assert visible("workers.gpus", (2, 0), observed) == expected
 
 
-@pytest.mark.parametrize("seen", ["4,5", ""])
+@pytest.mark.parametrize("observed", ["4,5", ""])
 def test_a_gpu_that_is_not_visible_is_one_line_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, seen: str
+    monkeypatch: pytest.MonkeyPatch, observed: str
 ) -> None:
-    monkeypatch.setenv(VISIBLE, seen)
+    monkeypatch.setenv(VISIBLE, observed)
     need_gpus(config())
-    count = len([one for one in seen.split(",") if one])
-    line = rf"workers\.gpus: there is no GPU 2 among the {count} of {VISIBLE}={seen}$"
+    count = len([word for word in observed.split(",") if word])
+    line = rf"workers\.gpus: there is no GPU 2 among the {count} of {VISIBLE}={observed}$"
     with pytest.raises(ConfigError, match=line):
         need_gpus(config(gpus=[2]))
     with pytest.raises(ConfigError, match=r"trainer\.gpus: there is no GPU 7"):
@@ -89,8 +90,8 @@ def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, expected: tuple[str, str]
 ) -> None:
     def tell(directory: RunDir, *_: object, **__: object) -> None:
-        said = [os.environ.get(one, "-") for one in (VISIBLE, ORDER[0])]
-        (directory.path / "seen").write_text(" ".join(said))
+        texts = [os.environ.get(entry, "-") for entry in (VISIBLE, ORDER[0])]
+        (directory.path / "seen").write_text(" ".join(texts))
 
     monkeypatch.setattr(roles, "worker", tell)
     monkeypatch.setattr(roles, "trainer", tell)
@@ -114,10 +115,10 @@ def _forked(role: Callable[[], int]) -> None:
 def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen: list[str] = []
+    observed: list[str] = []
     monkeypatch.setattr(roles, "talk", lambda _: None)
     monkeypatch.setattr(registry, "need_engines", lambda *_: None)
-    monkeypatch.setattr(roles, "worker", lambda *_: seen.append(os.environ.get(VISIBLE, "-")))
+    monkeypatch.setattr(roles, "worker", lambda *_: observed.append(os.environ.get(VISIBLE, "-")))
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
@@ -125,7 +126,7 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
     )
     worker(path, name="w1", root=tmp_path)
     worker(path, name="w1", engine="vllm", root=tmp_path)
-    assert seen == ["-", "5"]
+    assert observed == ["-", "5"]
 
 
 @pytest.mark.parametrize(
@@ -177,5 +178,5 @@ def test_doctor_says_which_gpus_there_are(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if state == "fail":
         monkeypatch.setattr(doctor, "GPUS_LIMIT_S", 0.2)
-    found = doctor._gpus()
-    assert (found.state, found.detail) == (state, detail)
+    gpus = doctor._gpus()
+    assert (gpus.state, gpus.detail) == (state, detail)

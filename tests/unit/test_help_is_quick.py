@@ -85,21 +85,21 @@ def asked(*lines: list[str]) -> tuple[list[int], set[str]]:
 
 def heavy(modules: set[str]) -> set[str]:
     """Return modules that are too slow to import."""
-    packages = {one: one.partition(".")[0] for one in modules - OWN}
+    packages = {module: module.partition(".")[0] for module in modules - OWN}
     light = sys.stdlib_module_names - SLOW
-    return {one for one, package in packages.items() if package not in light}
+    return {entry for entry, package in packages.items() if package not in light}
 
 
 def every_command() -> list[list[str]]:
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def walk(command: object, words: list[str]) -> None:
-        found.append(words)
+        results.append(words)
         for name, inner in getattr(command, "commands", {}).items():
             walk(inner, [*words, name])
 
     walk(get_command(app), [])
-    return found
+    return results
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:

@@ -36,8 +36,8 @@ def test_single_broker_has_the_settings_of_the_jars_and_no_other() -> None:
 def test_every_broker_of_the_cluster_has_the_settings_of_the_jars_and_no_other(
     broker: Service,
 ) -> None:
-    wanted = {**_jars("server.properties"), **_jars("cluster.properties")}
-    assert broker.plain_settings() == wanted
+    expected = {**_jars("server.properties"), **_jars("cluster.properties")}
+    assert broker.plain_settings() == expected
 
 
 @pytest.mark.parametrize("name", sorted(set(ROLES) - {"prepare"}))
@@ -76,7 +76,7 @@ def _pins(lock: str) -> set[str]:
 def test_image_with_torch_holds_what_developers_have_and_nothing_for_development() -> None:
     text = (ROOT / "requirements/torch.txt").read_text()
     assert all("==" in pin for pin in _pins("torch"))
-    assert all("--hash=sha256:" in one for one in re.split(r"\n(?=\w)", text)[1:])
+    assert all("--hash=sha256:" in word for word in re.split(r"\n(?=\w)", text)[1:])
     assert {pin.split("==")[0] for pin in _pins("slim")} <= {
         pin.split("==")[0] for pin in _pins("torch")
     }

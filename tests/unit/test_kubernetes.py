@@ -34,19 +34,19 @@ each_pod = pytest.mark.parametrize(("name", "role"), PODS)
 
 
 def _workload(name: str, role: str) -> dict[str, Any]:
-    found: dict[str, Any] = BUILT[name][KINDS[name, role], role]["spec"]
-    return found
+    result: dict[str, Any] = BUILT[name][KINDS[name, role], role]["spec"]
+    return result
 
 
 def _pod(name: str, role: str) -> dict[str, Any]:
-    found: dict[str, Any] = _workload(name, role)["template"]["spec"]
-    return found
+    result: dict[str, Any] = _workload(name, role)["template"]["spec"]
+    return result
 
 
 def _container(name: str, role: str) -> dict[str, Any]:
     (container,) = _pod(name, role)["containers"]
-    found: dict[str, Any] = container
-    return found
+    actual_container: dict[str, Any] = container
+    return actual_container
 
 
 def _words(name: str, role: str) -> list[str]:
@@ -62,7 +62,7 @@ def _config(name: str, role: str, tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("name", [BASE, NODES])
 def test_kustomization_lists_every_file(name: str) -> None:
-    files = [one for one in listed(ROOT / "infra" / name) if one != f"../{BASE}"]
+    files = [entry for entry in listed(ROOT / "infra" / name) if entry != f"../{BASE}"]
     there = {path.name for path in (ROOT / "infra" / name).glob("*.yaml")} - {"kustomization.yaml"}
     assert set(files) == there
     assert len(files) == len(there)
@@ -78,13 +78,13 @@ def test_arguments_are_words_of_the_command_line(name: str, role: str) -> None:
     command, params = parsed(words)
     assert command == role
     assert params["root"] == Path("/runs")
-    given = {f"$({one['name']})" for one in container["env"]}
+    given = {f"$({row['name']})" for row in container["env"]}
     assert {word for word in container["args"] if word in DOWNWARD} == given & DOWNWARD.keys()
     if role == "worker":
         assert params["name"] == DOWNWARD["$(POD_NAME)"]
-    wanted = "slim" if role == "orchestrator" else {BASE: "torch", NODES: "gpu"}[name]
-    assert container["image"] == f"dora-pipe:{wanted}"
-    assert f"AS {wanted}\n" in (ROOT / "infra" / "Dockerfile").read_text()
+    expected = "slim" if role == "orchestrator" else {BASE: "torch", NODES: "gpu"}[name]
+    assert container["image"] == f"dora-pipe:{expected}"
+    assert f"AS {expected}\n" in (ROOT / "infra" / "Dockerfile").read_text()
 
 
 @each_pod
@@ -92,12 +92,12 @@ def test_configuration_is_one_and_every_path_in_it_is_mounted(
     name: str, role: str, tmp_path: Path
 ) -> None:
     config, mounts = _config(name, role, tmp_path), _container(name, role)["volumeMounts"]
-    mounted = [one["mountPath"] for one in mounts]
+    mounted = [mount["mountPath"] for mount in mounts]
     task, bus = config.task, config.bus
     paths = [config.model.path, str(task.data), str(task.eval_data), task.directory]
     for path in (*paths, config.store.path, bus.ca_file, "/config/run.toml"):
-        assert [at for at in mounted if Path(path).is_relative_to(at)], path
-    writable = {one["mountPath"] for one in mounts if not one.get("readOnly")}
+        assert [position for position in mounted if Path(path).is_relative_to(position)], path
+    writable = {mount["mountPath"] for mount in mounts if not mount.get("readOnly")}
     assert writable - {"/dev/shm"} == {"/store", "/runs"}
     assert bus.username == role
     grace_s = _pod(name, role)["terminationGracePeriodSeconds"]
@@ -107,9 +107,9 @@ def test_configuration_is_one_and_every_path_in_it_is_mounted(
 @each_pod
 def test_secrets_come_by_reference_under_the_name_that_is_read(name: str, role: str) -> None:
     secret = {
-        one["name"]: one["valueFrom"]["secretKeyRef"]
-        for one in _container(name, role)["env"]
-        if "secretKeyRef" in one.get("valueFrom", {})
+        row["name"]: row["valueFrom"]["secretKeyRef"]
+        for row in _container(name, role)["env"]
+        if "secretKeyRef" in row.get("valueFrom", {})
     }
     assert secret == {PASSWORD_VARIABLE: {"name": "kafka", "key": role}}
     assert not [kind for kind, _ in BUILT[name] if kind == "Secret"], "secrets are never files here"
@@ -128,7 +128,9 @@ def test_nodes_of_the_trainer_meet_at_the_first_pod_and_each_rank_has_a_gpu(tmp_
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
     ranks = ranks_per_node(config, node)
     assert _container(NODES, "trainer")["resources"]["limits"] == {GPU: ranks}
-    assert {one["WORLD_SIZE"] for one in environments(node, ranks)} == {str(config.trainer.ranks)}
+    assert {environment["WORLD_SIZE"] for environment in environments(node, ranks)} == {
+        str(config.trainer.ranks)
+    }
 
 
 def test_a_worker_of_several_gpus_is_a_pod_of_as_many(tmp_path: Path) -> None:

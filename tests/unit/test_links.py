@@ -18,14 +18,14 @@ def headings(page: Path) -> frozenset[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
-    return frozenset(one.replace(" ", "-") for one in plain)
+    return frozenset(client.replace(" ", "-") for client in plain)
 
 
 def broken_links(page: Path) -> list[str]:
     here = tidy.ROOT / page
     broken = []
-    for found in LINK.finditer(here.read_text()):
-        path, heading = found["path"], found["heading"]
+    for result in LINK.finditer(here.read_text()):
+        path, heading = result["path"], result["heading"]
         if ":" in path:
             continue  # web link
         target = here.parent / path if path else here
@@ -33,7 +33,7 @@ def broken_links(page: Path) -> list[str]:
             not heading or target.suffix != ".md" or heading in headings(target)
         )
         if not there:
-            broken.append(f"{page}: {found[0]}")
+            broken.append(f"{page}: {result[0]}")
     return broken
 
 
@@ -44,11 +44,11 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
 
 def test_every_module_that_a_page_names_by_its_path_is_there() -> None:
     pages = [page for page in PAGES if page.parts[0] == "docs"]
-    gone = [
+    removed = [
         (page, path)
         for page in pages
         for path in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", (tidy.ROOT / page).read_text())
         if not (tidy.ROOT / path).exists()
     ]
     assert pages
-    assert gone == []
+    assert removed == []

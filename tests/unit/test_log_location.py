@@ -25,26 +25,26 @@ def _config(**changes: object) -> Config:
 
 
 def test_place_that_crossed_as_bytes_opens_the_same_log(tmp_path: Path) -> None:
-    place = RunDir(tmp_path).log_location(_config())
-    there = msgspec.msgpack.decode(msgspec.msgpack.encode(place), type=LogLocation)
-    assert there == place
+    location = RunDir(tmp_path).log_location(_config())
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(location), type=LogLocation)
+    assert there == location
     SqliteBus(tmp_path / "log.sqlite").close()
-    here = place.open()
+    here = location.open()
     here.create([TopicSpec(name="t", partitions=1)])
     here.writer().append([Append(topic="t", value=b"one")])
     bus = there.open()
     reader = bus.reader({TopicPartition("t", 0): 0})
-    assert [one.value for one in reader.poll(timeout_s=1.0)] == [b"one"]
+    assert [record.value for record in reader.poll(timeout_s=1.0)] == [b"one"]
     assert isinstance(bus, BlobBus)
 
 
 def test_place_holds_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DORA_PIPE_KAFKA_PASSWORD", "open sesame")
     bus = Bus(url="kafka://localhost:1", protocol="SASL_SSL", username="worker")
-    place = RunDir(tmp_path).log_location(_config(bus=bus))
-    assert b"sesame" not in msgspec.json.encode(place)
-    assert place.bus is not None
-    assert place.bus.username == "worker"
+    location = RunDir(tmp_path).log_location(_config(bus=bus))
+    assert b"sesame" not in msgspec.json.encode(location)
+    assert location.bus is not None
+    assert location.bus.username == "worker"
 
 
 def test_place_without_the_secret_it_needs_is_one_line(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_place_without_the_secret_it_needs_is_one_line(tmp_path: Path) -> None:
 
 def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
     store = Store(path=str(tmp_path / "elsewhere"))
-    place = RunDir(tmp_path).log_location(_config(store=store))
-    assert place.blobs == str(tmp_path / "elsewhere" / "blobs")
+    location = RunDir(tmp_path).log_location(_config(store=store))
+    assert location.blobs == str(tmp_path / "elsewhere" / "blobs")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_values_above_the_configured_bound_lie_in_files_as_safe_as_the_log_keeps
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Bus], above: int, synced: bool
 ) -> None:
     monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
-    found = RunDir(tmp_path).log_location(_config(**given)).open()
-    assert isinstance(found, BlobBus) and isinstance(found.store, BlobFiles)
-    assert (found.above_bytes, found.store.synced) == (above, synced)
+    bus = RunDir(tmp_path).log_location(_config(**given)).open()
+    assert isinstance(bus, BlobBus) and isinstance(bus.store, BlobFiles)
+    assert (bus.above_bytes, bus.store.synced) == (above, synced)
 
 
 def test_values_in_a_store_a_round_trip_away_are_those_that_no_topic_takes(
@@ -81,6 +81,6 @@ def test_values_in_a_store_a_round_trip_away_are_those_that_no_topic_takes(
 ) -> None:
     monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
     store = Store(url=f"file://{tmp_path}/shared")
-    found = RunDir(tmp_path).log_location(_config(store=store)).open()
-    assert isinstance(found, BlobBus)
-    assert found.above_bytes is None
+    bus = RunDir(tmp_path).log_location(_config(store=store)).open()
+    assert isinstance(bus, BlobBus)
+    assert bus.above_bytes is None

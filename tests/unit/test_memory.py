@@ -70,9 +70,9 @@ def test_estimates_are_within_a_tenth_of_steps_on_an_h200(
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_kind_of_network_is_estimated(name: str) -> None:
-    found = estimate(shape_of(NETWORKS[name]), run(), Gpus(2, 80 * GB))
-    assert found.good
-    assert any(row.what == "trainer: peak" for row in found.rows)
+    actual_estimate = estimate(shape_of(NETWORKS[name]), run(), Gpus(2, 80 * GB))
+    assert actual_estimate.good
+    assert any(row.what == "trainer: peak" for row in actual_estimate.rows)
 
 
 def state(**keys: Any) -> float:
@@ -121,8 +121,13 @@ def test_limits_are_those_of_the_trainer() -> None:
 def test_gpus_of_the_keys_or_one_per_worker_and_the_rest_for_the_trainer() -> None:
     eight = placement_of(run(workers__count=3), 8)
     assert (eight.worker_gpus, eight.per_gpu, eight.trainer_gpus, eight.shared) == (3, 1, 5, False)
-    one = placement_of(run(workers__count=3), 1)
-    assert (one.worker_gpus, one.per_gpu, one.trainer_gpus, one.shared) == (1, 3, 1, True)
+    placement = placement_of(run(workers__count=3), 1)
+    assert (placement.worker_gpus, placement.per_gpu, placement.trainer_gpus, placement.shared) == (
+        1,
+        3,
+        1,
+        True,
+    )
     named = placement_of(run(workers__count=5, workers__gpus=[1, 2]), 4)
     assert (named.worker_gpus, named.per_gpu, named.trainer_gpus) == (2, 3, 2)
     with pytest.raises(UsageError, match=r"workers\.gpus: there is no GPU 4 among 4"):
@@ -167,38 +172,38 @@ def test_proposed_keys_are_a_valid_configuration_that_fits(
     gigabytes: int, count: int, optimizer: str
 ) -> None:
     config, gpus = run(trainer__optimizer=optimizer), Gpus(count, gigabytes * GB)
-    found = estimate(qwen3("4B"), config, gpus)
-    changed = with_keys(config, found.keys)
+    actual_estimate = estimate(qwen3("4B"), config, gpus)
+    changed = with_keys(config, actual_estimate.keys)
     assert not list(problems_of(changed))
-    assert found.misfits or estimate(qwen3("4B"), changed, gpus).good
+    assert actual_estimate.misfits or estimate(qwen3("4B"), changed, gpus).good
 
 
 def test_keys_of_four_billion_parameters() -> None:
-    found = estimate(qwen3("4B"), run(), Gpus(8, 80 * GB))
-    assert not found.good
-    assert not found.misfits
-    assert found.keys["trainer.kind"] == "deepspeed"
-    assert found.keys["trainer.ranks"] == 6
-    assert found.keys["workers.gpus"] == [6, 7]
+    actual_estimate = estimate(qwen3("4B"), run(), Gpus(8, 80 * GB))
+    assert not actual_estimate.good
+    assert not actual_estimate.misfits
+    assert actual_estimate.keys["trainer.kind"] == "deepspeed"
+    assert actual_estimate.keys["trainer.ranks"] == 6
+    assert actual_estimate.keys["workers.gpus"] == [6, 7]
 
 
 def test_a_worker_too_large_for_a_gpu_gets_several() -> None:
-    found = estimate(qwen3("4B"), run(), Gpus(8, 12 * GB))
-    assert found.keys["workers.vllm.tensor_parallel_size"] in (2, 4)
+    actual_estimate = estimate(qwen3("4B"), run(), Gpus(8, 12 * GB))
+    assert actual_estimate.keys["workers.vllm.tensor_parallel_size"] in (2, 4)
 
 
 def test_activations_leave_the_gpu_where_nothing_else_makes_a_long_context_fit() -> None:
     keys: dict[str, Any] = {"workers__max_model_len": 2**17, "trainer__micro_batch_tokens": 2**17}
     config = run(**keys, lora__rank=16, trainer__dtype="bfloat16")
-    found = trainer_keys(qwen3("4B"), config, 40 * GB, 1)
-    assert found == {"trainer.gradient_checkpointing": "offload"}
+    result = trainer_keys(qwen3("4B"), config, 40 * GB, 1)
+    assert result == {"trainer.gradient_checkpointing": "offload"}
 
 
 def test_more_ranks_than_gpus_do_not_fit() -> None:
     config = run(trainer__kind="deepspeed", trainer__ranks=8)
-    found = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * GB))
-    assert not found.good
-    assert found.keys == {"workers.gpus": [6, 7], "trainer.ranks": 6}
+    actual_estimate = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * GB))
+    assert not actual_estimate.good
+    assert actual_estimate.keys == {"workers.gpus": [6, 7], "trainer.ranks": 6}
 
 
 def test_quantized_files_are_refused() -> None:

@@ -35,13 +35,13 @@ def test_ranks_of_all_nodes_are_numbered_through_and_meet_at_the_first() -> None
     first, second = environments(node, 2)
     assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("2", "3", "6")
     assert (first["LOCAL_RANK"], second["LOCAL_RANK"], first["LOCAL_WORLD_SIZE"]) == ("0", "1", "2")
-    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in (first, second)} == {
+    assert {(row["MASTER_ADDR"], row["MASTER_PORT"]) for row in (first, second)} == {
         ("trainer-0", "29400")
     }
 
 
 @pytest.mark.parametrize(
-    ("nodes", "node", "at", "said"),
+    ("nodes", "node", "position", "text"),
     [
         (2, 2, AT, "2 nodes are 0 to 1"),
         (2, 0, "", "is not HOST:PORT"),
@@ -49,9 +49,9 @@ def test_ranks_of_all_nodes_are_numbered_through_and_meet_at_the_first() -> None
         (2, 0, "trainer-0:http", "is not HOST:PORT"),
     ],
 )
-def test_a_node_that_cannot_be_is_one_line(nodes: int, node: int, at: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        Node(nodes=nodes, node=node, rendezvous=at)
+def test_a_node_that_cannot_be_is_one_line(nodes: int, node: int, position: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Node(nodes=nodes, node=node, rendezvous=position)
 
 
 def test_ranks_that_are_no_equal_shares_and_trainers_of_one_process_are_refused() -> None:
@@ -83,8 +83,8 @@ def _node(rank_does: str, notice_s: float = NOTICE_S) -> subprocess.Popen[str]:
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said = process.communicate(timeout=60)
-    return process.returncode, "".join(said)
+    output = process.communicate(timeout=60)
+    return process.returncode, "".join(output)
 
 
 def test_a_node_ends_well_when_all_its_ranks_have() -> None:
@@ -92,15 +92,15 @@ def test_a_node_ends_well_when_all_its_ranks_have() -> None:
 
 
 def test_a_node_ends_with_the_code_of_the_rank_that_failed_and_kills_who_stays() -> None:
-    code, said = _ended(_node("sys.exit(3) if rank == '1' else time.sleep(600)", 0.2))
+    code, text = _ended(_node("sys.exit(3) if rank == '1' else time.sleep(600)", 0.2))
     assert code == 3
-    assert "rank 1 of the trainer ended with exit code 3" in said
+    assert "rank 1 of the trainer ended with exit code 3" in text
 
 
 def test_a_rank_that_is_killed_is_named_and_the_node_may_be_started_again() -> None:
-    code, said = _ended(_node("os.kill(os.getpid(), 9) if rank == '0' else sys.exit(7)"))
+    code, text = _ended(_node("os.kill(os.getpid(), 9) if rank == '0' else sys.exit(7)"))
     assert code == 7
-    assert "rank 0 of the trainer was killed (SIGKILL)" in said or "exit code 7" in said
+    assert "rank 0 of the trainer was killed (SIGKILL)" in text or "exit code 7" in text
 
 
 def test_a_node_that_is_told_to_stop_tells_its_ranks_and_ends_well() -> None:
@@ -121,7 +121,7 @@ def test_ranks_do_not_outlive_a_node_that_is_killed() -> None:
         finally:
             node.kill()
     until(lambda: not any(map(_lives, ranks)))
-    assert [one for one in ranks if _lives(one)] == []
+    assert [rank for rank in ranks if _lives(rank)] == []
 
 
 def _lives(pid: int) -> bool:

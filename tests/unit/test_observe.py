@@ -42,9 +42,9 @@ def test_panels_lie_side_by_side_and_ask_for_metrics_that_there_are(dashboard: P
     assert plain["uid"] == f"dora-pipe-{dashboard.stem}" and plain["panels"]
     cells: set[tuple[int, int]] = set()
     for panel in plain["panels"]:
-        place = panel["gridPos"]
-        own = {(x, place["y"]) for x in range(place["x"], place["x"] + place["w"])}
-        assert place["h"] == HEIGHT and max(own)[0] < COLUMNS
+        location = panel["gridPos"]
+        own = {(x, location["y"]) for x in range(location["x"], location["x"] + location["w"])}
+        assert location["h"] == HEIGHT and max(own)[0] < COLUMNS
         assert not own & cells, panel["title"]
         cells |= own
         assert panel["description"].endswith("."), panel["title"]

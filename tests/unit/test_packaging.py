@@ -28,8 +28,8 @@ def _packages() -> list[str]:
 def _pins(lock: str) -> dict[str, set[str]]:
     pins: dict[str, set[str]] = {}
     for line in (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines():
-        if found := re.match(r"([a-z0-9._-]+)==(\S+)", line):
-            pins.setdefault(found[1], set()).add(found[2])
+        if result := re.match(r"([a-z0-9._-]+)==(\S+)", line):
+            pins.setdefault(result[1], set()).add(result[2])
     return pins
 
 
@@ -73,8 +73,8 @@ def test_every_import_is_of_a_package_that_the_project_asks_for() -> None:
     asked = [project["dependencies"], *project["optional-dependencies"].values()]
     named = {canonicalize_name(Requirement(line).name) for lines in asked for line in lines}
     providers = {
-        name: {canonicalize_name(one) for one in found}
-        for name, found in packages_distributions().items()
+        name: {canonicalize_name(entry) for entry in distribution}
+        for name, distribution in packages_distributions().items()
     }
     strangers: set[str] = set()
     for path in files(".py"):

@@ -27,8 +27,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress("reading") as told:
-        told("reading", 1, 2)
+    with progress.progress("reading") as received_progress:
+        received_progress("reading", 1, 2)
         emit_line("data")
     assert capsys.readouterr() == ("data\n", "")
 
@@ -38,12 +38,12 @@ def test_long_work_is_lines_where_stderr_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_S", 0.01)
     monkeypatch.setattr(progress, "LINE_S", 0.01)
-    said: list[str] = []
-    monkeypatch.setattr(progress, "say", said.append)
-    with progress.progress("reading") as told:
-        told("reading", 30, 100)
-        until(lambda: len(said) > 1)
-    assert said[-1] == "reading, 30% (0 s)"
+    texts: list[str] = []
+    monkeypatch.setattr(progress, "say", texts.append)
+    with progress.progress("reading") as received_progress:
+        received_progress("reading", 30, 100)
+        until(lambda: len(texts) > 1)
+    assert texts[-1] == "reading, 30% (0 s)"
     assert capsys.readouterr().out == ""
 
 
@@ -51,16 +51,16 @@ def test_readers_of_a_watched_log_tell_how_far_they_are() -> None:
     bus = MemoryBus(MemoryLog())
     bus.create([TopicSpec(name="x.control")])
     bus.writer().append([Append(topic="x.control", value=b"v")] * (2 * FAR))
-    told: list[tuple[str, float, float | None]] = []
+    replies: list[tuple[str, float, float | None]] = []
 
     class Heard(CommandProgress):
         def __call__(self, phase: str, done: float = 0, total: float | None = None) -> None:
-            told.append((phase, done, total))
+            replies.append((phase, done, total))
 
-    at = TopicPartition("x.control", 0)
-    reader = WatchedBus(bus, Heard()).reader({at: 0})
-    while reader.position(at) < bus.end(at):
+    partition = TopicPartition("x.control", 0)
+    reader = WatchedBus(bus, Heard()).reader({partition: 0})
+    while reader.position(partition) < bus.end(partition):
         reader.poll(timeout_s=0)
-    assert told[0][0] == "reading control"
-    assert told[-1][1] == told[-1][2] == bus.end(at)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert replies[0][0] == "reading control"
+    assert replies[-1][1] == replies[-1][2] == bus.end(partition)
+    assert [done for _, done, _ in replies] == sorted(done for _, done, _ in replies)

@@ -21,18 +21,18 @@ class Scripted:
         return answer
 
 
-def console(told: list[str], *answers: list[str] | BusError) -> RunConsole:
+def console(reply: list[str], *answers: list[str] | BusError) -> RunConsole:
     view: Any = Scripted(*answers)
-    return RunConsole(view, told.append)
+    return RunConsole(view, reply.append)
 
 
 def test_an_outage_is_told_once_and_so_is_its_end() -> None:
-    told: list[str] = []
+    replies: list[str] = []
     away = BusError("nobody answers")
-    looks = console(told, ["step 0"], away, away, away, ["step 1"], [])
+    looks = console(replies, ["step 0"], away, away, away, ["step 1"], [])
     for _ in range(6):
         looks.turn()
-    assert told == [
+    assert replies == [
         "step 0",
         "the log is not reachable (nobody answers); the roles wait",
         "the log is reachable again",
@@ -41,9 +41,9 @@ def test_an_outage_is_told_once_and_so_is_its_end() -> None:
 
 
 def test_a_log_that_was_cut_breaks_the_promise() -> None:
-    told: list[str] = []
-    looks = console(told, LogTruncated("it ends at 5, before the position 9", hint="a copy"))
+    replies: list[str] = []
+    looks = console(replies, LogTruncated("it ends at 5, before the position 9", hint="a copy"))
     with pytest.raises(InvariantBroken, match="ends at 5") as caught:
         looks.turn()
     assert caught.value.hint == "a copy"
-    assert told == []
+    assert replies == []

@@ -19,12 +19,12 @@ ROWS = re.findall(r"^- \[([\w/.]+)\]\(\.\./\1\): `(\w+)`$", size.LIFE.read_text(
 
 
 def test_what_the_life_of_a_trajectory_names_is_in_that_file() -> None:
-    gone = [
+    removed = [
         (path, name)
         for path, name in ROWS
         if not re.search(rf"^(class|def|    def) {name}\b", (ROOT / path).read_text(), re.M)
     ]
-    assert gone == []
+    assert removed == []
 
 
 def test_the_way_of_a_trajectory_gets_no_longer() -> None:

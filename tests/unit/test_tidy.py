@@ -92,14 +92,14 @@ def test_rule_lets_sound_code_pass(rule: Rule, path: str, text: str) -> None:
 @pytest.fixture(scope="module")
 def broken() -> dict[str, list[str]]:
     """Return violations by rule; each file is parsed once."""
-    found: dict[str, list[str]] = {rule.__name__: [] for rule in tidy.PYTHON_RULES}
+    results: dict[str, list[str]] = {rule.__name__: [] for rule in tidy.PYTHON_RULES}
     files = tidy.files(".py")
     assert len(files) > 20, "the walk over the tree found too little to mean anything"
     for path in files:
         text = (tidy.ROOT / path).read_text()
         for rule in tidy.PYTHON_RULES:
-            found[rule.__name__] += rule(str(path), text)
-    return found
+            results[rule.__name__] += rule(str(path), text)
+    return results
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in tidy.PYTHON_RULES])

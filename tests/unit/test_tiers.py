@@ -49,9 +49,11 @@ def test_a_test_that_is_to_run_on_a_gpu_is_skipped_where_there_is_none(
 
 
 def _marks(path: Path) -> set[str]:
-    for one in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "pytestmark":
-            return {part.attr for part in ast.walk(one.value) if isinstance(part, ast.Attribute)}
+    for decision in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(decision, ast.Assign) and ast.unparse(decision.targets[0]) == "pytestmark":
+            return {
+                part.attr for part in ast.walk(decision.value) if isinstance(part, ast.Attribute)
+            }
     return set()
 
 

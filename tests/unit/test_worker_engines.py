@@ -44,9 +44,9 @@ def _config(**workers: object) -> Config:
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
     addresses = ["http://a:1", "http://b:2"]
     config = _config(count=3, engine="vllm", vllm={"addresses": addresses})
-    found = [local_roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
-    assert found == ["http://a:1", "http://b:2", "", ""]
-    own = local_roles.with_engine(config, "vllm", address=found[1])
+    address = [local_roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
+    assert address == ["http://a:1", "http://b:2", "", ""]
+    own = local_roles.with_engine(config, "vllm", address=address[1])
     assert own.workers.vllm.addresses == ("http://b:2",)
     assert local_roles.with_engine(config, "torch").workers.vllm.addresses == ()
 
@@ -165,8 +165,8 @@ def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
     check_model(_config(engine=engine, max_model_len=512), [engine], tmp_path)
     with pytest.raises(PolicyError) as raised:
         check_model(_config(engine=engine, max_model_len=513), [engine], tmp_path)
-    said = "config.json: its 512 positions are fewer than workers.max_model_len = 513"
-    assert raised.value.message.endswith(said)
+    text = "config.json: its 512 positions are fewer than workers.max_model_len = 513"
+    assert raised.value.message.endswith(text)
     assert raised.value.hint == "workers.max_model_len = 512 or less"
     _model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
     check_model(_config(engine=engine, max_model_len=1024), [engine], tmp_path)

@@ -86,13 +86,13 @@ class Brokers:
         return self._kill(victim, led, down_s)
 
     def strike_again(self, struck: Struck, *, down_s: float) -> Struck:
-        victim = next(one for one in self.nodes if one.node == struck.node)
+        victim = next(node for node in self.nodes if node.node == struck.node)
         return self._kill(victim, struck.led, down_s)
 
     def pid(self, node: int) -> int | None:
         with self._lock:
-            found = next(one for one in self.nodes if one.node == node)
-            return found.pid if node not in self._down and found.running else None
+            actual_node = next(entry for entry in self.nodes if entry.node == node)
+            return actual_node.pid if node not in self._down and actual_node.running else None
 
     def mend(self) -> None:
         """Restart brokers whose downtime is over, without waiting for answers."""
@@ -142,14 +142,14 @@ class Brokers:
 
         admin = KafkaAdminClient(bootstrap_servers=self._group.bootstrap.split(","))
         try:
-            found = admin.describe_topics(list(among))
+            topics = admin.describe_topics(list(among))
         finally:
             admin.close()
         return tuple(
-            TopicPartition(topic["name"], at["partition_index"])
-            for topic in found
-            for at in topic["partitions"]
-            if at["leader_id"] == node
+            TopicPartition(topic["name"], position["partition_index"])
+            for topic in topics
+            for position in topic["partitions"]
+            if position["leader_id"] == node
         )
 
 

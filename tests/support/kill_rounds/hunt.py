@@ -100,10 +100,10 @@ def hunting(order: Order, victim: Victim, files: Files, url: str, topics: Topics
 
 
 class _Hunt:
-    def __init__(self, order: Order, at: Chance, victim: Victim, files: Files) -> None:
+    def __init__(self, order: Order, chance: Chance, victim: Victim, files: Files) -> None:
         self.over = threading.Event()
         self._order = order
-        self._at = at
+        self._at = chance
         self._victim = victim
         self._files = files
 
@@ -119,11 +119,11 @@ class _Hunt:
         self._strike(before=f"{first.phase}; again ")
 
     def _count(self, url: str, control: TopicPartition) -> None:
-        seen = 0
+        observed = 0
         with closing(open_bus(url)) as bus:
             reader = bus.reader({control: 0})
-            while seen < self._at.control and not self.over.is_set():
-                seen += sum(map(_facts, reader.poll(timeout_s=POLL_S, records_max=1)))
+            while observed < self._at.control and not self.over.is_set():
+                observed += sum(map(_facts, reader.poll(timeout_s=POLL_S, records_max=1)))
 
     def _strike(self, *, before: str = "") -> Hit | None:
         """Kill it as soon as it runs; return None if the run ended first."""
@@ -147,8 +147,8 @@ class _Hunt:
 
 def _facts(record: Record) -> int:
     """Count reported facts: one record may contain several trajectories."""
-    found = decode_control(record.value)
-    return len(found.trajectories) if isinstance(found, TrajectoriesLogged) else 1
+    control = decode_control(record.value)
+    return len(control.trajectories) if isinstance(control, TrajectoriesLogged) else 1
 
 
 def recovered_s(files: Files, hit: Hit, names: tuple[str, ...]) -> float | None:

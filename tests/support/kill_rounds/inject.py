@@ -83,7 +83,7 @@ class Files:
 
     def read_hits(self) -> list[Hit]:
         written = [path.read_bytes() for path in self.directory.glob("hit*.json")]
-        hits = [msgspec.json.decode(one, type=Hit) for one in written]
+        hits = [msgspec.json.decode(entry, type=Hit) for entry in written]
         return sorted(hits, key=lambda hit: hit.at_ns)
 
     def read_hit(self) -> Hit | None:
@@ -126,8 +126,8 @@ class Injector:
 
     @property
     def point(self) -> Point | None:
-        at = None if self._order is None else self._order.at
-        return at if isinstance(at, Point) else None
+        point = None if self._order is None else self._order.at
+        return point if isinstance(point, Point) else None
 
     def due(self, records: Sequence[Append]) -> Point | None:
         """Count these records and return the point if it is due."""
@@ -162,8 +162,16 @@ class Injector:
     ) -> None:
         now_ns, pid = time.monotonic_ns(), os.getpid()
         acks = (
-            Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value), began_ns)
-            for one, offset in zip(records, offsets, strict=True)
+            Ack(
+                now_ns,
+                pid,
+                record.topic,
+                record.partition,
+                offset,
+                sha256_hex(record.value),
+                began_ns,
+            )
+            for record, offset in zip(records, offsets, strict=True)
         )
         os.write(self._acks, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
 
@@ -192,17 +200,17 @@ def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> Non
     from kafka import KafkaProducer
 
     name = "commit_transaction" if exclusive else "send"
-    whole = getattr(KafkaProducer, name)
+    full = getattr(KafkaProducer, name)
 
     def commit(producer: Any, *arguments: Any, **named: Any) -> Any:
-        setattr(KafkaProducer, name, whole)
+        setattr(KafkaProducer, name, full)
         _strike(point, strike)
-        return whole(producer, *arguments, **named)
+        return full(producer, *arguments, **named)
 
     def send(producer: Any, *arguments: Any, **named: Any) -> Any:
-        future = whole(producer, *arguments, **named)
+        future = full(producer, *arguments, **named)
         if producer.config["transactional_id"] is None:  # the other producer may be active too
-            setattr(KafkaProducer, name, whole)
+            setattr(KafkaProducer, name, full)
             _strike(point, strike)
         return future
 

@@ -69,8 +69,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def clean(self) -> bool:
         counted = self.lost == self.trained_twice == 0 < self.acknowledged
-        whole = self.finished and not self.violations and not self.others
-        return whole and counted and self.weights_equal
+        full = self.finished and not self.violations and not self.others
+        return full and counted and self.weights_equal
 
 
 class Evidence(msgspec.Struct, kw_only=True):
@@ -95,7 +95,7 @@ def judge(
     report = audit(bus, topics, store)
     evidence = read_evidence(bus, topics)
     assert evidence.started is not None
-    lines = [one.line for one in report.violations[:VIOLATIONS_MAX]]
+    lines = [violation.line for violation in report.violations[:VIOLATIONS_MAX]]
     booked = list(acks)
     equal, why = _count_equal(bus, topics, store, trainer, report.steps, clock)
     return Verdict(
@@ -114,24 +114,24 @@ def judge(
 
 
 def read_evidence(bus: Bus, topics: Topics) -> Evidence:
-    found = Evidence()
+    evidence = Evidence()
     for record in records_of(bus, ends_of(bus, topics.control)):
         control = decode_control(record.value)
         if isinstance(control, RunStarted):
-            found.started = found.started or control
+            evidence.started = evidence.started or control
         elif isinstance(control, StepCommitted):
-            found.commits.append(control)
-    return found
+            evidence.commits.append(control)
+    return evidence
 
 
 def count_twice(commits: Iterable[StepCommitted]) -> int:
-    seen: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for commit in commits:
-        seen[f"step {commit.step}"] += 1
+        counter[f"step {commit.step}"] += 1
         for group in commit.groups:
-            seen[group.group] += 1
-            seen.update(taken.trajectory for taken in group.trajectories)
-    return sum(count > 1 for count in seen.values())
+            counter[group.group] += 1
+            counter.update(taken.trajectory for taken in group.trajectories)
+    return sum(count > 1 for count in counter.values())
 
 
 def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
@@ -146,22 +146,24 @@ def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
 
 
 def others_lost(bus: Bus, topics: Topics, dead: str) -> list[str]:
-    found: list[str] = []
+    results: list[str] = []
     begun: Counter[str] = Counter()
     for record in records_of(bus, ends_of(bus, topics.control)):
         match decode_control(record.value):
             case WorkerJoined(worker=name) | RoleStarted(role=name):
                 begun[name] += 1
             case RequestFailed(worker=name, trajectory=trajectory) if name != dead:
-                found.append(f"{trajectory} failed on {name}")
+                results.append(f"{trajectory} failed on {name}")
             case _:
                 pass
-    found += [f"{name} began again" for name, times in begun.items() if times > 1 and name != dead]
+    results += [
+        f"{name} began again" for name, times in begun.items() if times > 1 and name != dead
+    ]
     for record in records_of(bus, ends_of(bus, topics.decisions)):
         for decision in decode_round(record.value).decisions:
             if isinstance(decision, Fence) and decision.worker != dead:
-                found.append(f"{decision.worker} was fenced")
-    return found
+                results.append(f"{decision.worker} was fenced")
+    return results
 
 
 def _count_equal(
@@ -181,5 +183,8 @@ def _count_equal(
 
 def _moved(evidence: Evidence) -> bool:
     assert evidence.started is not None
-    digests = [evidence.started.policy.digest, *(one.digest_after for one in evidence.commits)]
+    digests = [
+        evidence.started.policy.digest,
+        *(commit.digest_after for commit in evidence.commits),
+    ]
     return len(set(digests)) == len(digests)

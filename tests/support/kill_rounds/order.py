@@ -229,15 +229,15 @@ def order_of(
     if kind == BROKER:
         return _broker_order(number, turn, chance, control_facts)
     role = chance.choice(WORKERS) if kind == "worker" else kind
-    at: Point | Chance
+    position: Point | Chance
     if dead_s:
-        at = _aimed(INSIDE[kind], turn, chance)
+        position = _aimed(INSIDE[kind], turn, chance)
     elif turn % 5 < AIMED_PER_FIVE:
-        at = _aimed(AIMED[kind], turn // 5 * AIMED_PER_FIVE + turn % 5, chance)
+        position = _aimed(AIMED[kind], turn // 5 * AIMED_PER_FIVE + turn % 5, chance)
     else:
         again_s_max = AGAIN_S_MAX if turn % 5 == AIMED_PER_FIVE else None
-        at = _random_moment(chance, control_facts, again_s_max)
-    return Order(number=number, seed=chance.randrange(2**31), role=role, at=at, down_s=dead_s)
+        position = _random_moment(chance, control_facts, again_s_max)
+    return Order(number=number, seed=chance.randrange(2**31), role=role, at=position, down_s=dead_s)
 
 
 def _aimed(aims: Sequence[_Aim], turn: int, chance: random.Random) -> Point:

@@ -223,14 +223,14 @@ def _start(directory: RunDir, name: str) -> subprocess.Popen[bytes]:
 def damage_copies(folder: Path) -> int:
     """Flip a bit of every version built from deltas and return their number; open files keep
     their content."""
-    found = sorted(folder.glob("*.safetensors"))
-    for path in found:
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         partial = path.with_suffix(".damaged")
         partial.write_bytes(data)
         partial.replace(path)
-    return len(found)
+    return len(paths)
 
 
 def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:

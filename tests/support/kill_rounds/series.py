@@ -103,31 +103,31 @@ def faults(
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
     played: list[RoundResult] = []
     with closing(Session(folder, brokers=series.brokers)) as session:
-        for one in play_rounds(session, series, range(first, first + rounds)):
-            played.append(one)
+        for entry in play_rounds(session, series, range(first, first + rounds)):
+            played.append(entry)
             if as_json:
-                emit_json(row(one))
+                emit_json(row(entry))
     if not as_json:
-        emit_table(COLUMNS, [list(row(one).values())[: len(COLUMNS)] for one in played])
+        emit_table(COLUMNS, [list(row(result).values())[: len(COLUMNS)] for result in played])
     sum_up(played, folder)
 
 
 def row(played: RoundResult) -> dict[str, Any]:
     verdict = played.verdict
-    said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
+    text: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     return {
         "round": played.order.number,
         "seed": played.order.seed,
         "role": played.order.role,
         "phase": "the moment never came" if played.hit is None else played.hit.phase,
         "recovered_s": played.recovered_s,
-        "lost": said.get("lost"),
-        "trained_twice": said.get("trained_twice"),
+        "lost": text.get("lost"),
+        "trained_twice": text.get("trained_twice"),
         "audit": None if verdict is None else "broken" if verdict.violations else "clean",
         "weights_equal": None if verdict is None else verdict.weights_equal,
-        **{name: said.get(name) for name in _ONLY_JSON},
-        "violations": said.get("violations", ()),
-        "others": said.get("others", ()),
+        **{name: text.get(name) for name in _ONLY_JSON},
+        "violations": text.get("violations", ()),
+        "others": text.get("others", ()),
         "trouble": played.trouble,
         "seconds": played.seconds,
         "clean": played.clean,
@@ -136,22 +136,22 @@ def row(played: RoundResult) -> dict[str, Any]:
 
 def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
     """Print totals. Raises InvariantBroken unless every round was clean."""
-    clean = sum(one.clean for one in played)
-    verdicts = [one.verdict for one in played if one.verdict is not None]
+    clean = sum(result.clean for result in played)
+    verdicts = [result.verdict for result in played if result.verdict is not None]
     for line in _recovery(played):
         say(line)
     say(
         f"{clean} of {len(played)} rounds clean; "
-        f"{sum(one.acknowledged for one in verdicts)} records acknowledged, "
-        f"{sum(one.lost for one in verdicts)} lost, "
-        f"{sum(one.trained_twice for one in verdicts)} trained twice; "
-        f"{sum(one.trajectories for one in verdicts)} of them trajectories; "
-        f"{sum(one.equal for one in verdicts)} steps replayed bit-equal"
+        f"{sum(verdict.acknowledged for verdict in verdicts)} records acknowledged, "
+        f"{sum(verdict.lost for verdict in verdicts)} lost, "
+        f"{sum(verdict.trained_twice for verdict in verdicts)} trained twice; "
+        f"{sum(verdict.trajectories for verdict in verdicts)} of them trajectories; "
+        f"{sum(verdict.equal for verdict in verdicts)} steps replayed bit-equal"
     )
     if clean == len(played):
         shutil.rmtree(folder)
         return
-    bad = next(one for one in played if not one.clean)
+    bad = next(result for result in played if not result.clean)
     raise InvariantBroken(
         f"round {bad.order.number} is not clean: {sentence_of(bad)}", hint=f"what is left: {folder}"
     )
@@ -159,17 +159,17 @@ def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
 
 def _recovery(played: Sequence[RoundResult]) -> list[str]:
     times: dict[str, list[float]] = {}
-    for one in played:
-        if one.recovered_s is not None:
-            kind = "worker" if one.order.role in WORKERS else one.order.role
-            times.setdefault(kind, []).append(one.recovered_s)
-    every = [one for some in times.values() for one in some]
+    for result in played:
+        if result.recovered_s is not None:
+            kind = "worker" if result.order.role in WORKERS else result.order.role
+            times.setdefault(kind, []).append(result.recovered_s)
+    every = [entry for time in times.values() for entry in time]
     named = [(f"time to recover, {kind}", times[kind]) for kind in KINDS if kind in times]
     named = [*(named if len(named) > 1 else ()), ("time to recover", every)]
     return [
-        f"{words}: median {statistics.median(some):.2f} s, worst {max(some):.2f} s"
-        for words, some in named
-        if some
+        f"{words}: median {statistics.median(subset):.2f} s, worst {max(subset):.2f} s"
+        for words, subset in named
+        if subset
     ]
 
 

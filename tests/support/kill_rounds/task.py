@@ -40,5 +40,7 @@ class Ranked(DigitShare):
     """Same reward, with a bonus for shorter answers in a group."""
 
     def score_group(self, row: Row, completions: Sequence[Completion]) -> Sequence[float]:
-        lengths = sorted((len(one.text) for one in completions), reverse=True)
-        return [0.2 * lengths.index(len(one.text)) / len(lengths) for one in completions]
+        lengths = sorted((len(completion.text) for completion in completions), reverse=True)
+        return [
+            0.2 * lengths.index(len(completion.text)) / len(lengths) for completion in completions
+        ]

@@ -22,9 +22,9 @@ def main() -> int:
     for name, bug in BUGS.items():
         with mutated(name):
             tried = (run_seed(seed) for seed in seeds_of(name, BUG_SEEDS))
-            found = next((one for one in tried if not one.holds), None)
-        missed += [] if found else [name]
-        what = "not found" if found is None else f"seed {found.seed}, {found.check}"
+            result = next((entry for entry in tried if not entry.holds), None)
+        missed += [] if result else [name]
+        what = "not found" if result is None else f"seed {result.seed}, {result.check}"
         sys.stdout.write(f"{name:24} {what:28} {bug.what}\n")
         sys.stdout.flush()
     say(f"{len(BUGS) - len(missed)} of {len(BUGS)} planted bugs found")

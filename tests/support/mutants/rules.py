@@ -57,15 +57,15 @@ class Patches:
 
     def everywhere(self, original: Any, value: Any) -> None:
         """Replace `original` in every other module of the package, under any name."""
-        found = [
+        results = [
             (module, name)
             for key, module in list(sys.modules.items())
             if key.startswith("dora_pipe.") and not key.startswith(f"{__package__}.")
             for name, there in vars(module).items()
             if there is original
         ]
-        assert found, f"nobody has {original}"
-        for module, name in found:
+        assert results, f"nobody has {original}"
+        for module, name in results:
             self.put(module, name, value)
 
     def undo(self) -> None:
@@ -116,17 +116,17 @@ def _gate_at_t(patches: Patches) -> None:
 def _first_finished(patches: Patches) -> None:
     order: dict[str, int] = {}
 
-    def note(line: list[Finished], one: Finished) -> None:
-        if isinstance(one, Finished):
-            order.setdefault(one.group, len(order))
-        insort(line, one)
+    def note(line: list[Finished], finished: Finished) -> None:
+        if isinstance(finished, Finished):
+            order.setdefault(finished.group, len(order))
+        insort(line, finished)
 
     patches.put(transitions, "insort", note)
-    _take_by(patches, lambda one: order.get(one.group, 0))
+    _take_by(patches, lambda value: order.get(value.group, 0))
 
 
 def _newest_first(patches: Patches) -> None:
-    _take_by(patches, lambda one: (-one.deadline, -one.ordinal))
+    _take_by(patches, lambda value: (-value.deadline, -value.ordinal))
 
 
 def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
@@ -144,17 +144,17 @@ def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
         if len(batch) < per_step - taken:
             return ()
         rest = Counter(deadlines)
-        rest.subtract([*(one.deadline for one in batch), *[step] * taken])
+        rest.subtract([*(entry.deadline for entry in batch), *[step] * taken])
         return batch if staleness.feasible(rest, step + 1, per_step) else ()
 
     patches.everywhere(staleness.next_batch, take)
 
 
 def _overdue_then_oldest(patches: Patches) -> None:
-    def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
+    def admissible(deadlines: Mapping[int, int], standing: Standing) -> int:
         untaken = sum(deadlines.values())
-        room = (at.max_staleness + 1 - at.training) * at.per_step - untaken
-        return max(0, min(room, (at.steps - at.step) * at.per_step - untaken))
+        room = (standing.max_staleness + 1 - standing.training) * standing.per_step - untaken
+        return max(0, min(room, (standing.steps - standing.step) * standing.per_step - untaken))
 
     def take(
         finished: Sequence[Finished],
@@ -191,8 +191,10 @@ def _old_stamp(patches: Patches) -> None:
 def _training_is_free(patches: Patches) -> None:
     right = staleness.admissible
 
-    def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
-        more = dataclasses.replace(at, async_batches=at.async_batches + at.training)
+    def admissible(deadlines: Mapping[int, int], standing: Standing) -> int:
+        more = dataclasses.replace(
+            standing, async_batches=standing.async_batches + standing.training
+        )
         return right(deadlines, more)
 
     patches.everywhere(staleness.admissible, admissible)
@@ -209,27 +211,27 @@ def _short_batch(patches: Patches) -> None:
         per_step: int,
         taken: int,
     ) -> Sequence[Finished]:
-        some = finished[: max(1, per_step - taken - 1)]
-        whole = right(finished, deadlines, step=step, per_step=per_step, taken=taken)
-        return whole or some
+        subset = finished[: max(1, per_step - taken - 1)]
+        full = right(finished, deadlines, step=step, per_step=per_step, taken=taken)
+        return full or subset
 
     patches.everywhere(staleness.next_batch, take)
 
 
 def _unfinished(patches: Patches) -> None:
     def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
-        found = outcome_of(group, rules, over=over)
+        outcome = outcome_of(group, rules, over=over)
         early = group.spec.purpose == "train" and group.spec.samples - group.ended == 1
-        return COMPLETE if found is None and early and group.valid else found
+        return COMPLETE if outcome is None and early and group.valid else outcome
 
     patches.everywhere(outcome_of, outcome)
 
 
 def _spares_awaited(patches: Patches) -> None:
     def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
-        found = outcome_of(group, rules, over=over)
+        outcome = outcome_of(group, rules, over=over)
         waits = group.ended < group.spec.samples and group.phase == "generating" and not over
-        return None if waits and found is COMPLETE else found
+        return None if waits and outcome is COMPLETE else outcome
 
     patches.everywhere(outcome_of, outcome)
 
@@ -282,7 +284,7 @@ def _old_scores_count(patches: Patches) -> None:
     def scored(state: State, offset: int, record: GroupScored) -> str:
         group = state.groups.get(record.group)
         if record.group in state.scoring and group is not None and not record.error:
-            rewards = {one.trajectory: one.reward for one in record.samples}
+            rewards = {sample.trajectory: sample.reward for sample in record.samples}
             transitions.end_scoring(state, group, rewards)
         return ""
 
@@ -300,8 +302,10 @@ def _alone_trained(patches: Patches) -> None:
 
 
 def _part_too_soon(patches: Patches) -> None:
-    def part(finished: Sequence[Finished], *_: object, size: int, **at: int) -> Sequence[Finished]:
-        fits = len(finished) >= size and at["taken"] + size < at["per_step"]
+    def part(
+        finished: Sequence[Finished], *_: object, size: int, **position: int
+    ) -> Sequence[Finished]:
+        fits = len(finished) >= size and position["taken"] + size < position["per_step"]
         return finished[-size:] if fits else ()
 
     patches.everywhere(staleness.next_part, part)
@@ -394,7 +398,7 @@ def _lease_in_outage(patches: Patches) -> None:
 
 
 def _lease_from_birth(patches: Patches) -> None:
-    patches.put(Leases, "renew", lambda self, one, now_ns: None)
+    patches.put(Leases, "renew", lambda self, value, now_ns: None)
 
 
 def _too_many(patches: Patches) -> None:
@@ -423,8 +427,8 @@ def _orphan_forgotten(patches: Patches) -> None:
 
 
 def _attempt_in_seed(patches: Patches) -> None:
-    def seed(place: Any) -> int:
-        return trajectory_seed(place.spec.seed + place.attempt, place.sample)
+    def seed(request: Any) -> int:
+        return trajectory_seed(request.spec.seed + request.attempt, request.sample)
 
     patches.everywhere(seed_of, seed)
 

@@ -22,8 +22,8 @@ def _under(*faults: str) -> Meets:
     return lambda drawn: not drawn.faults.keys().isdisjoint(faults)
 
 
-def _both(one: Meets, other: Meets) -> Meets:
-    return lambda drawn: one(drawn) and other(drawn)
+def _both(first: Meets, other: Meets) -> Meets:
+    return lambda drawn: first(drawn) and other(drawn)
 
 
 _PARTS: Final = _of(lambda config: config.trainer.batch_parts > 1)

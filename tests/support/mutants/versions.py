@@ -45,9 +45,9 @@ def _any_base(patches: Patches) -> None:
         copies = sorted((self.root / "weights").glob("*.safetensors")) if self._remote else []
         return (copies[-1], [self.delta(digest)]) if copies else right(self, digest, here)
 
-    def written(path: Path, base: Path, found: Sequence[Delta]) -> Manifest:
+    def written(path: Path, base: Path, deltas: Sequence[Delta]) -> Manifest:
         try:
-            return write_from_deltas(path, base, found)
+            return write_from_deltas(path, base, deltas)
         except PolicyError:
             return read_manifest(path)
 

@@ -57,19 +57,19 @@ def lake(*, chat: bool = False, **options: Any) -> Task:
 
 def test_the_way_over_the_ice_is_worth_one() -> None:
     task = lake()
-    prompt, seen, reward = played(task, task.rows("train")[0], WAY)
+    prompt, observed, reward = played(task, task.rows("train")[0], WAY)
     assert prompt == "0\n"
-    assert [one.text for one in seen] == ["\n4\n", "\n8\n", "\n9\n", "\n10\n", "\n14\n", ""]
-    assert [one.done for one in seen] == [False] * 5 + [True]
+    assert [entry.text for entry in observed] == ["\n4\n", "\n8\n", "\n9\n", "\n10\n", "\n14\n", ""]
+    assert [entry.done for entry in observed] == [False] * 5 + [True]
     assert (reward.value, reward.parts) == (1.0, {"steps": 6, "mistakes": 0, "ended": 1.0})
 
 
 def test_a_turn_that_is_no_action_is_told_so_and_too_many_end_the_episode() -> None:
     task = lake(mistake=-0.1, max_mistakes=1)
-    _, seen, reward = played(task, task.rows("train")[0], ("north", "south"))
-    assert seen[0].text == "\nerror: an action is one of left, down, right, up\n"
-    assert not seen[0].ok and not seen[0].done
-    assert seen[1].done
+    _, observed, reward = played(task, task.rows("train")[0], ("north", "south"))
+    assert observed[0].text == "\nerror: an action is one of left, down, right, up\n"
+    assert not observed[0].ok and not observed[0].done
+    assert observed[1].done
     assert reward.value == pytest.approx(-0.2)
 
 
@@ -77,12 +77,12 @@ def test_a_conversation_has_messages_of_a_user() -> None:
     task = open_task(
         model.Task(kind="gymnasium:CartPole-v1", system_prompt="Balance.", options={"digits": 2})
     )
-    prompt, seen, _ = played(task, {"seed": 3}, ("left",))
+    prompt, observed, _ = played(task, {"seed": 3}, ("left",))
     assert prompt == [
         {"role": "system", "content": "Balance."},
         {"role": "user", "content": "-0.04 -0.03 0.03 0.01"},
     ]
-    assert seen[0].messages == [{"role": "user", "content": "-0.04 -0.22 0.03 0.31"}]
+    assert observed[0].messages == [{"role": "user", "content": "-0.04 -0.22 0.03 0.31"}]
 
 
 def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
@@ -91,11 +91,11 @@ def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
     alone = played(task, row, WAY)
     other, again = opened(task, row), opened(task, row)
     other.reset(task.rows("train")[6])
-    seen = [again.reset(row)]
+    observed = [again.reset(row)]
     for turn in WAY:
         other.step("left")
-        seen.append(again.step(turn))  # type: ignore[arg-type]
-    assert seen == [alone[0], *alone[1]]
+        observed.append(again.step(turn))  # type: ignore[arg-type]
+    assert observed == [alone[0], *alone[1]]
 
 
 def test_an_environment_of_ones_own_is_played_with_ones_own_words(
@@ -107,18 +107,18 @@ def test_an_environment_of_ones_own_is_played_with_ones_own_words(
     task = task_of("gymnasium:dice_of_mine:Dice-v0", observe=observe, act=act)
     row = task.rows("eval")[0]
     turns = ("on", "no", "stop")
-    prompt, seen, reward = played(task, row, turns)
+    prompt, observed, reward = played(task, row, turns)
     assert str(prompt).startswith("die ") and "lucky" in str(prompt)
-    assert "error: say stop" in seen[1].text and seen[2].done
+    assert "error: say stop" in observed[1].text and observed[2].done
     assert reward.value == 1.0
-    assert played(task, row, turns)[1] == seen
+    assert played(task, row, turns)[1] == observed
     assert set(task.packages()) == {"dice-of-mine", "gymnasium"}
     assert task.packages()["dice-of-mine"].startswith("- ")
     assert reward_digest(task) != reward_digest(task_of("gymnasium:dice_of_mine:Dice-v0"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "text"),
     [
         ("gymnasium:FrozenLake-v9", {}, "`v9` for environment `FrozenLake` doesn't exist"),
         ("gymnasium:FrozenLake-v1", {"arguments": {"slippery": 1}}, "slippery"),
@@ -131,11 +131,11 @@ def test_an_environment_of_ones_own_is_played_with_ones_own_words(
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(
-    kind: str, options: dict[str, Any], said: str
+    kind: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         task_of(kind, **options)
-    assert said in caught.value.message
+    assert text in caught.value.message
 
 
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
@@ -151,9 +151,9 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
 def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = packages_of("gymnasium", "msgspec.json")
-    assert set(found) == {"gymnasium", "msgspec"}
-    assert all(len(one.split()) == 2 for one in found.values())
+    actual_packages = packages_of("gymnasium", "msgspec.json")
+    assert set(actual_packages) == {"gymnasium", "msgspec"}
+    assert all(len(package.split()) == 2 for package in actual_packages.values())
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "game_of_mine").mkdir()
     source = tmp_path / "game_of_mine" / "__init__.py"

@@ -54,8 +54,8 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def closing() -> Iterator[list[McpTools]]:
     opened: list[McpTools] = []
     yield opened
-    for one in opened:
-        for each in one._servers:
+    for tools in opened:
+        for each in tools._servers:
             each._shared.close()
 
 
@@ -103,10 +103,10 @@ def test_a_session_is_shared_by_all_episodes_or_belongs_to_one(
             sessions=sessions,  # type: ignore[arg-type]
         )
         closing.append(here := McpTools([config]))
-        for word, seen in (("a", ["a"]), ("b", second)):
+        for word, observed in (("a", ["a"]), ("b", second)):
             tools = here.tools()
             world = ToolEnvironment(Task(), tools)
-            assert told(tools, "note", word=word).count('"') == 2 * (1 + len(seen))
+            assert told(tools, "note", word=word).count('"') == 2 * (1 + len(observed))
             world.close()
         assert here._servers[0]._open == 1, "sessions of episodes end with them"
 
@@ -187,17 +187,17 @@ def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
-    place = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    path = Path("/proc", (tmp_path / "pid").read_text(), "stat")
 
     def gone() -> bool:
-        return not place.exists() or place.read_text().rpartition(")")[2].split()[0] == "Z"
+        return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
     until(gone)
     assert gone()
 
 
 @pytest.mark.parametrize(
-    ("uses", "error", "said"),
+    ("uses", "error", "text"),
     [
         ([McpServer()], ConfigError, "task.mcp[0]: set command or url"),
         ([McpServer(command=("not-there-at-all",))], TaskError, "cannot start"),
@@ -207,11 +207,11 @@ def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path
     ],
 )
 def test_what_cannot_be_reached_is_named(
-    uses: list[McpServer], error: type[TaskError], said: str
+    uses: list[McpServer], error: type[TaskError], text: str
 ) -> None:
     with pytest.raises(error) as caught:
         McpTools(uses).tools()
-    assert said in caught.value.message
+    assert text in caught.value.message
 
 
 def test_a_data_set_may_have_tools_of_servers_and_of_its_own(tmp_path: Path) -> None:
@@ -228,12 +228,12 @@ def test_a_data_set_may_have_tools_of_servers_and_of_its_own(tmp_path: Path) -> 
             )
         )
 
-    one, other = task(), task(tools=("note",))
-    one.check()
-    assert not one.single_turn()
-    assert len(one.tools(one.rows("train")[0])) == 7
-    assert set(one.packages()) == {"mcp:notes"}
-    assert reward_digest(one) != reward_digest(other) != ""
-    for task_of in (one, other):
+    first_task, other = task(), task(tools=("note",))
+    first_task.check()
+    assert not first_task.single_turn()
+    assert len(first_task.tools(first_task.rows("train")[0])) == 7
+    assert set(first_task.packages()) == {"mcp:notes"}
+    assert reward_digest(first_task) != reward_digest(other) != ""
+    for task_of in (first_task, other):
         for each in task_of._mcp._servers:  # type: ignore[attr-defined]
             each._shared.close()

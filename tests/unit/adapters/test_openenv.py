@@ -36,8 +36,8 @@ def serving(sessions: int = 64) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving() as (found, _):
-        yield found
+    with serving() as (result, _):
+        yield result
 
 
 async def begun(world: Environment, seed: int = 1) -> Any:
@@ -82,8 +82,8 @@ def test_an_environment_that_fails_is_the_tasks_error_and_one_that_is_away_is_tr
         async def begun_when_there_is_room() -> Environment:
             for _ in range(100):  # the server may not have noticed the disconnect
                 with contextlib.suppress(Retry):
-                    await begun(found := opened(task, {}))
-                    return found
+                    await begun(result := opened(task, {}))
+                    return result
                 await asyncio.sleep(0.05)
             raise AssertionError("there is no room")
 

@@ -18,9 +18,9 @@ SUMS = "reasoning-gym:chain_sum"
 
 
 def score(task: Task, row: Row, text: str) -> Reward:
-    found = task.reward(row, text, [text])
-    assert isinstance(found, Reward)
-    return found
+    reward = task.reward(row, text, [text])
+    assert isinstance(reward, Reward)
+    return reward
 
 
 def test_the_right_answer_is_worth_one_with_or_without_tags() -> None:
@@ -45,18 +45,18 @@ def test_a_puzzle_with_many_answers_is_scored_by_its_generator() -> None:
 @pytest.mark.parametrize("name", ["chain_sum", "list_functions", "maze"])
 def test_rows_follow_from_the_seed_alone(name: str) -> None:
     kind, before = f"reasoning-gym:{name}", random.getstate()
-    one, again = (task_of(kind, count=6, eval_count=2) for _ in range(2))
+    entry, again = (task_of(kind, count=6, eval_count=2) for _ in range(2))
     other = task_of(kind, count=6, eval_count=2, seed=5)
-    assert dataset_digest(one, "train") == dataset_digest(again, "train")
-    assert dataset_digest(one, "eval") == dataset_digest(other, "eval")
-    assert dataset_digest(one, "train") != dataset_digest(other, "train")
-    assert (len(one.rows("train")), len(one.rows("eval"))) == (6, 2)
+    assert dataset_digest(entry, "train") == dataset_digest(again, "train")
+    assert dataset_digest(entry, "eval") == dataset_digest(other, "eval")
+    assert dataset_digest(entry, "train") != dataset_digest(other, "train")
+    assert (len(entry.rows("train")), len(entry.rows("eval"))) == (6, 2)
     assert random.getstate() == before
-    assert one.single_turn()
+    assert entry.single_turn()
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "text"),
     [
         ("reasoning-gym:chain_summ", {}, "reasoning-gym has no `chain_summ`"),
         (SUMS, {"arguments": {"size": 3}}, "task.options.arguments.size"),
@@ -64,8 +64,8 @@ def test_rows_follow_from_the_seed_alone(name: str) -> None:
     ],
 )
 def test_what_is_no_generator_is_refused_by_name(
-    kind: str, options: dict[str, Any], said: str
+    kind: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         task_of(kind, **options)
-    assert said in caught.value.message
+    assert text in caught.value.message

@@ -58,16 +58,16 @@ def test_another_version_of_verifiers_is_named_with_what_to_do_and_not_imported(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as refused:
         task_of("verifiers:sums")
-    said = f"`verifiers:sums`: verifiers is {version} in {sys.executable}, not 0.4.*"
-    assert refused.value.message == f"task.kind: {said}"
+    text = f"`verifiers:sums`: verifiers is {version} in {sys.executable}, not 0.4.*"
+    assert refused.value.message == f"task.kind: {text}"
     assert '"verifiers==0.4.*" and msgspec' in str(refused.value.hint)
 
 
 def test_an_agent_beside_the_environment_s_own_is_refused() -> None:
     assert Task(kind="verifiers:sums").has_agent
     config = make_config(task__kind="verifiers:sums", task__agent="agent:run")
-    found = [one.text for one in problems_of(config)]
-    assert "task.agent: `verifiers:sums` brings its own agent" in found
+    texts = [problem.text for problem in problems_of(config)]
+    assert "task.agent: `verifiers:sums` brings its own agent" in texts
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ def test_each_rollout_calls_its_own_session_and_no_client_is_kept_for_it() -> No
 
     first, second = asyncio.run(both())
     assert (first[:2], second[:2]) == (("http://a/v1", "ka"), ("http://b/v1", "kb"))
-    assert len(inner.kept) == 1 and all("API_KEY" in one[2] for one in (first, second))
+    assert len(inner.kept) == 1 and all("API_KEY" in entry[2] for entry in (first, second))
     assert not {first[2], second[2]} & os.environ.keys()
 
 
@@ -158,7 +158,7 @@ def trace(seat: str, *, metrics: dict[str, float] | None = None, **rewards: floa
         agent=SimpleNamespace(name=seat),
         rewards=given,
         metrics=metrics or {},
-        reward=sum(one.value for one in given.values() if one is not None),
+        reward=sum(record.value for record in given.values() if record is not None),
         errors=[],
     )
 
@@ -173,9 +173,9 @@ def test_the_reward_is_the_mean_of_the_policy_s_traces_with_its_parts() -> None:
         trace("solver", exact=0.0, short=0.5, metrics={"calls": 4.0}),
         trace("judge", fair=9.0),
     )
-    found = reward_of(played, "solver")
-    assert found.value == 1.0
-    assert found.parts == {"calls": 3.0, "exact": 0.5, "short": 0.5}
+    reward = reward_of(played, "solver")
+    assert reward.value == 1.0
+    assert reward.parts == {"calls": 3.0, "exact": 0.5, "short": 0.5}
     assert reward_of(episode(trace("", exact=1.0)), "agent").value == 1.0
     for unscored in (trace("", exact=None), trace("")):
         with pytest.raises(VerifiersError, match="not scored"):
@@ -205,7 +205,7 @@ def opened(**task: Any) -> TaskPool:
 @there
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "text"),
     [
         ({"kind": "verifiers:no_such"}, "taskset 'no_such' not found"),
         ({"options": {}}, "no runtime for the programs of `agent`"),
@@ -218,9 +218,9 @@ def opened(**task: Any) -> TaskPool:
     ],
 )
 def test_what_cannot_be_played_is_refused_before_anything_starts(
-    task: dict[str, Any], said: str
+    task: dict[str, Any], text: str
 ) -> None:
-    with opened(**task) as pool, pytest.raises((ConfigError, TaskError), match=re.escape(said)):
+    with opened(**task) as pool, pytest.raises((ConfigError, TaskError), match=re.escape(text)):
         pool.wait()
 
 
@@ -259,34 +259,34 @@ class Policy:
         self._open.append(asked)
         if len(self._open) == self._together:
             assert self.stage is not None
-            for one in self._open:
-                self.stage.port.start(self._answer(one))
+            for entry in self._open:
+                self.stage.port.start(self._answer(entry))
         return None
 
     def _answer(self, asked: CallAsked) -> AnswerCall:
-        said = self._say(asked, self._text(asked.token_ids))
-        return says(self._assets, f"{said}<|im_end|>")(asked)
+        say = self._say(asked, self._text(asked.token_ids))
+        return says(self._assets, f"{say}<|im_end|>")(asked)
 
 
 def rewards(policy: Policy, stage: Stage, env: dict[str, Any]) -> list[Reward]:
     policy.stage = stage
     options = {"env": env, "count": ROLLOUTS, "eval_count": 1}
-    found: list[TaskEvent] = []
+    events: list[TaskEvent] = []
     with opened(options=options, episode_timeout_s=PATIENCE_S) as pool:
         pool.wait()
-        for at in range(ROLLOUTS):
-            url, key = stage.open(f"g-{at}/0")
+        for index in range(ROLLOUTS):
+            url, key = stage.open(f"g-{index}/0")
             call = AgentCall(
-                request=f"g-{at}/0", split="train", index=at, base_url=url, api_key=key
+                request=f"g-{index}/0", split="train", index=index, base_url=url, api_key=key
             )
             pool.submit(call)
         end = time.monotonic() + PATIENCE_S
-        while len(found) < ROLLOUTS and time.monotonic() < end:
-            found += pool.poll(0.1)
-    ended = {one.request: one.rewarded for one in found if isinstance(one, AgentEnded)}
-    given = [ended.get(f"g-{at}/0") for at in range(ROLLOUTS)]
-    assert all(given), found
-    return [Reward(value=one.reward, parts=dict(one.parts)) for one in given if one]
+        while len(events) < ROLLOUTS and time.monotonic() < end:
+            events += pool.poll(0.1)
+    ended = {ended.request: ended.rewarded for ended in events if isinstance(ended, AgentEnded)}
+    given = [ended.get(f"g-{index}/0") for index in range(ROLLOUTS)]
+    assert all(given), events
+    return [Reward(value=entry.reward, parts=dict(entry.parts)) for entry in given if entry]
 
 
 @there
@@ -304,12 +304,12 @@ def test_rollouts_at_once_of_one_environment_each_call_their_own_session(tmp_pat
 
     policy = Policy(assets, say, together=2 * ROLLOUTS)
     env = {"id": "best-of-n", "n": 2, "max_concurrent_agents": 2, "agent": LOCAL}
-    with stage(assets, policy) as one:
-        given = rewards(policy, one, env)
+    with stage(assets, policy) as opened:
+        given = rewards(policy, opened, env)
     assert [reward.value for reward in given] == [1.0, 0.5, 0.0]
     assert [reward.parts["pass_at_n"] for reward in given] == [1.0, 1.0, 0.0]
     assert {request: len(tries) for request, tries in asked.items()} == {
-        f"g-{at}/0": 2 for at in range(ROLLOUTS)
+        f"g-{index}/0": 2 for index in range(ROLLOUTS)
     }
     assert all(len(set(tries)) == 1 for tries in asked.values())
     assert len({words for tries in asked.values() for words in tries}) == ROLLOUTS

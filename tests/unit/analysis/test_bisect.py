@@ -40,15 +40,17 @@ class World:
 
 
 def falls_at(version: int, good: float = 0.8, bad: float = 0.5) -> World:
-    return World(lambda at: bad if isinstance(at, int) and at >= version else good)
+    return World(
+        lambda position: bad if isinstance(position, int) and position >= version else good
+    )
 
 
 @pytest.mark.parametrize("version", [81, 97, 100, 119, 120])
 @pytest.mark.parametrize("good", [0.8, 0.58], ids=["a large fall", "a small fall"])
 def test_the_first_bad_version_is_found_wherever_it_is(version: int, good: float) -> None:
     world = falls_at(version, good=good)
-    found = search(world.measure, 80, 120)
-    assert (found.step, found.sure) == (version - 1, True)
+    match = search(world.measure, 80, 120)
+    assert (match.step, match.sure) == (version - 1, True)
     assert len({*world.asked}) <= 2 + 6
 
 
@@ -60,17 +62,17 @@ def test_without_a_fall_no_version_between_is_measured() -> None:
 
 def test_a_rising_value_is_no_fall_where_more_is_better() -> None:
     world = falls_at(100, good=0.4, bad=0.9)
-    found = search(world.measure, 80, 120, direction=1.0)
-    assert not found.sure and found.fell.high < 0
-    found = search(world.measure, 80, 120)
-    assert (found.step, found.direction) == (99, -1.0)
+    match = search(world.measure, 80, 120, direction=1.0)
+    assert not match.sure and match.fell.high < 0
+    match = search(world.measure, 80, 120)
+    assert (match.step, match.direction) == (99, -1.0)
 
 
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_probe_of_a_few_rows_decides_by_those(most: int) -> None:
-    world = World(lambda at: float(isinstance(at, int) and at < 100), draws=most)
-    found = search(world.measure, 80, 120)
-    assert (found.step, found.measured[0].draws) == (99, most)
+    world = World(lambda position: float(isinstance(position, int) and position < 100), draws=most)
+    match = search(world.measure, 80, 120)
+    assert (match.step, match.measured[0].draws) == (99, most)
 
 
 def test_draws_without_a_value_are_left_out_of_every_pair() -> None:
@@ -81,9 +83,11 @@ def explained(
     causes: set[str], far: dict[str, float], *, steps: int = 20
 ) -> tuple[World, Explanation]:
     suspects = [Suspect(name=name, step=9, deviations=value) for name, value in far.items()]
-    suspects.sort(key=lambda one: -one.deviations)
+    suspects.sort(key=lambda suspect: -suspect.deviations)
     world = World(
-        lambda at: 0.8 if at == 9 or (isinstance(at, Trial) and causes <= at.drop) else 0.5
+        lambda trial: (
+            0.8 if trial == 9 or (isinstance(trial, Trial) and causes <= trial.drop) else 0.5
+        )
     )
     return world, explain(Comparison(world.measure, 9, 11), suspects, 10, steps)
 
@@ -93,37 +97,46 @@ FAR = {f"g{number:02}": 3.0 - number / 10 for number in range(16)}
 
 @pytest.mark.parametrize("cause", ["g00", "g03", "g09", "g15"])
 def test_the_group_that_caused_it_is_named_within_twenty_steps(cause: str) -> None:
-    _, found = explained({cause}, FAR)
-    assert [one.name for one in found.cause] == [cause]
-    assert found.proof is not None and found.proof.verdict == "good"
-    assert found.steps <= 20
+    _, explanation = explained({cause}, FAR)
+    assert [entry.name for entry in explanation.cause] == [cause]
+    assert explanation.proof is not None and explanation.proof.verdict == "good"
+    assert explanation.steps <= 20
 
 
 def test_a_suspect_that_stands_out_alone_is_tried_alone() -> None:
-    _, found = explained({"g00"}, {**FAR, "g00": 40.0})
-    assert [one.name for one in found.cause] == ["g00"]
-    assert found.steps == 2
+    _, explanation = explained({"g00"}, {**FAR, "g00": 40.0})
+    assert [entry.name for entry in explanation.cause] == ["g00"]
+    assert explanation.steps == 2
 
 
 def test_where_no_group_explains_it_none_is_named() -> None:
-    _, found = explained({"another"}, FAR)
-    assert not found.cause and found.proof is not None and found.proof.verdict == "bad"
+    _, explanation = explained({"another"}, FAR)
+    assert (
+        not explanation.cause
+        and explanation.proof is not None
+        and explanation.proof.verdict == "bad"
+    )
 
 
 def test_two_groups_together_are_named_by_the_smallest_set_that_was_tried() -> None:
-    _, found = explained({"g00", "g01"}, FAR)
-    assert {"g00", "g01"} <= {one.name for one in found.cause}
+    _, result = explained({"g00", "g01"}, FAR)
+    assert {"g00", "g01"} <= {entry.name for entry in result.cause}
 
 
 def test_without_steps_no_trial_is_made() -> None:
-    _, found = explained({"g00"}, FAR, steps=1)
-    assert (found.steps, found.proof, found.cause, found.over) == (0, None, [], True)
+    _, explanation = explained({"g00"}, FAR, steps=1)
+    assert (explanation.steps, explanation.proof, explanation.cause, explanation.over) == (
+        0,
+        None,
+        [],
+        True,
+    )
 
 
 def rows(group: str, *rewards: float, share: float = 0.01) -> list[dict[str, Any]]:
     return [
         {
-            "trajectory": f"{group}-{at:03}",
+            "trajectory": f"{group}-{index:03}",
             "group": group,
             "reward": reward,
             "advantage": reward,
@@ -131,14 +144,14 @@ def rows(group: str, *rewards: float, share: float = 0.01) -> list[dict[str, Any
             "ratio_max": 1.1,
             "loss_share": share,
         }
-        for at, reward in enumerate(rewards)
+        for index, reward in enumerate(rewards)
     ]
 
 
 def test_a_poisoned_group_ranks_first_with_its_reasons() -> None:
-    step = [row for at in range(7) for row in rows(f"g{at}", 0.0, 1.0, 1.0)]
+    step = [row for index in range(7) for row in rows(f"g{index}", 0.0, 1.0, 1.0)]
     step += rows("g7", 0.0, -1000.0, -1000.0, share=0.3)
-    found = suspects_of({4: step}, 16)
-    assert (found[0].name, found[0].step) == ("g7", 4)
-    assert "reward -1e+03" in found[0].reasons
-    assert len(found) == 7, "a step keeps one group"
+    suspects = suspects_of({4: step}, 16)
+    assert (suspects[0].name, suspects[0].step) == ("g7", 4)
+    assert "reward -1e+03" in suspects[0].reasons
+    assert len(suspects) == 7, "a step keeps one group"

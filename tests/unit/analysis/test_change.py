@@ -32,34 +32,43 @@ def batch_of(groups: int = 4, parts: tuple[int, ...] = ()) -> TrainBatch:
 
 
 def names_of(batch: TrainBatch) -> list[str]:
-    return [one.group for one in batch.groups]
+    return [group.group for group in batch.groups]
 
 
 def test_a_batch_of_which_nothing_is_said_is_the_very_same_one() -> None:
     batch = batch_of()
-    said = batch.groups[0].trajectories[0]
-    assert said.reward is not None
-    others = Change(
+    text = batch.groups[0].trajectories[0]
+    assert text.reward is not None
+    change = Change(
         drop=frozenset({"g0000000999", "g0000000999-001"}),
-        rewards={"g0000000999-000": 0.0, said.trajectory: said.reward},
-        weights={"g0000000999-000": 2.0, said.trajectory: 1.0},
+        rewards={"g0000000999-000": 0.0, text.trajectory: text.reward},
+        weights={"g0000000999-000": 2.0, text.trajectory: 1.0},
     )
     assert changed_batch(batch, EMPTY) is batch
-    assert changed_batch(batch, others) is batch
+    assert changed_batch(batch, change) is batch
 
 
 def test_a_trajectory_that_does_not_count_is_masked_as_an_invalid_one(policy: Policy) -> None:
     batch = batch_of()
     out = batch.groups[1].trajectories[2]
-    found = changed_batch(batch, Change(drop=frozenset({out.trajectory})))
-    assert [one.reward is None for one in found.groups[1].trajectories] == [False, False, True]
-    assert found.groups[0] is batch.groups[0]
-    result = policy.trainer().train(found, ONE_UPDATE)
-    row = {one["trajectory"]: one for one in result.contributions}[out.trajectory]
+    actual_batch = changed_batch(batch, Change(drop=frozenset({out.trajectory})))
+    assert [trajectory.reward is None for trajectory in actual_batch.groups[1].trajectories] == [
+        False,
+        False,
+        True,
+    ]
+    assert actual_batch.groups[0] is batch.groups[0]
+    result = policy.trainer().train(actual_batch, ONE_UPDATE)
+    row = {contribution["trajectory"]: contribution for contribution in result.contributions}[
+        out.trajectory
+    ]
     assert (row["reward"], row["advantage"], row["ratio_mean"]) == (None, None, None)
     assert result.metrics["masked"] == 1.0
-    first, second = found.groups[1].trajectories[:2]
-    advantages = {one["trajectory"]: one["advantage"] for one in result.contributions}
+    first, second = actual_batch.groups[1].trajectories[:2]
+    advantages = {
+        contribution["trajectory"]: contribution["advantage"]
+        for contribution in result.contributions
+    }
     assert advantages[first.trajectory] == -advantages[second.trajectory] != 0.0
 
 
@@ -67,26 +76,29 @@ def test_a_group_that_does_not_count_goes_whole_and_the_step_is_that_of_the_othe
     policy: Policy,
 ) -> None:
     batch = batch_of()
-    found = changed_batch(batch, Change(drop=frozenset({batch.groups[2].group})))
+    actual_batch = changed_batch(batch, Change(drop=frozenset({batch.groups[2].group})))
     alone = replace(batch, groups=[*batch.groups[:2], batch.groups[3]])
-    one, other = policy.trainer(), policy.trainer()
-    assert one.train(found, SETTINGS).contributions == other.train(alone, SETTINGS).contributions
-    assert one.manifest() == other.manifest()
+    trainer, other = policy.trainer(), policy.trainer()
+    assert (
+        trainer.train(actual_batch, SETTINGS).contributions
+        == other.train(alone, SETTINGS).contributions
+    )
+    assert trainer.manifest() == other.manifest()
 
 
 @pytest.mark.parametrize(
-    ("parts", "out", "left"),
+    ("parts", "out", "remaining"),
     [((2, 1), (0,), [1, 1]), ((2, 1), (2,), [2]), ((2, 1), (3, 4), [2]), ((1, 1), (1,), [1])],
 )
 def test_parts_go_on_without_the_groups_that_do_not_count(
-    parts: tuple[int, ...], out: tuple[int, ...], left: list[int]
+    parts: tuple[int, ...], out: tuple[int, ...], remaining: list[int]
 ) -> None:
     batch = batch_of(groups=5, parts=parts)
-    drop = frozenset(batch.groups[place].group for place in out)
-    found = changed_batch(batch, Change(drop=drop))
-    assert names_of(found) == [one for one in names_of(batch) if one not in drop]
-    assert list(found.parts) == left
-    assert all(part.groups for part in found.in_parts())
+    drop = frozenset(batch.groups[location].group for location in out)
+    actual_batch = changed_batch(batch, Change(drop=drop))
+    assert names_of(actual_batch) == [name for name in names_of(batch) if name not in drop]
+    assert list(actual_batch.parts) == remaining
+    assert all(part.groups for part in actual_batch.in_parts())
 
 
 def test_a_step_keeps_at_least_one_group() -> None:
@@ -98,26 +110,30 @@ def test_a_step_keeps_at_least_one_group() -> None:
 def test_another_reward_takes_the_place_of_the_logged_one() -> None:
     batch = batch_of()
     name = batch.groups[0].trajectories[1].trajectory
-    found = changed_batch(batch, Change(rewards={name: 7.5}))
-    assert [one.reward == 7.5 for one in found.groups[0].trajectories] == [False, True, False]
-    assert found.groups[1:] == batch.groups[1:]
+    actual_batch = changed_batch(batch, Change(rewards={name: 7.5}))
+    assert [trajectory.reward == 7.5 for trajectory in actual_batch.groups[0].trajectories] == [
+        False,
+        True,
+        False,
+    ]
+    assert actual_batch.groups[1:] == batch.groups[1:]
 
 
 def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy) -> None:
     batch = batch_of()
-    names = [one.trajectory for one in batch.groups[0].trajectories]
+    names = [trajectory.trajectory for trajectory in batch.groups[0].trajectories]
     plain = policy.trainer().train(batch, ONE_UPDATE).contributions
-    found = changed_batch(batch, Change(weights={names[0]: 2.0, names[1]: 0.0}))
-    rows = policy.trainer().train(found, ONE_UPDATE).contributions
-    share = {one["trajectory"]: one["loss_share"] for one in rows}
-    for one in plain:
-        name = one["trajectory"]
+    actual_batch = changed_batch(batch, Change(weights={names[0]: 2.0, names[1]: 0.0}))
+    rows = policy.trainer().train(actual_batch, ONE_UPDATE).contributions
+    share = {row["trajectory"]: row["loss_share"] for row in rows}
+    for row in plain:
+        name = row["trajectory"]
         if name == names[1]:
             assert share[name] is None
         else:
             factor = 2.0 if name == names[0] else 1.0
-            assert share[name] == pytest.approx(factor * one["loss_share"], rel=1e-5)
-    assert [one["advantage"] for one in rows] == [one["advantage"] for one in plain]
+            assert share[name] == pytest.approx(factor * row["loss_share"], rel=1e-5)
+    assert [row["advantage"] for row in rows] == [row["advantage"] for row in plain]
 
 
 @pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
@@ -153,6 +169,6 @@ def test_a_change_is_read_from_a_file_of_rewards_and_options(tmp_path: Path) -> 
 
 
 def test_equal_changes_have_equal_digests() -> None:
-    one = Change(rewards={"a": 1.0, "b": None}, drop=frozenset({"g1", "g2"}))
+    change = Change(rewards={"a": 1.0, "b": None}, drop=frozenset({"g1", "g2"}))
     other = Change(rewards={"b": None, "a": 1.0}, drop=frozenset({"g2", "g1"}))
-    assert one.digest == other.digest != EMPTY.digest
+    assert change.digest == other.digest != EMPTY.digest

@@ -33,9 +33,12 @@ def test_the_first_record_is_the_earliest_of_those_that_differ() -> None:
             "version": {**VERSIONS, 1: (31, "x"), 2: (61, "y")},
         }
     )
-    found = compare(run(), other)
-    assert [(one.kind, one.name) for one in found.partings] == [("version", "1"), ("group", "1")]
-    assert found.partings[0].values == ("b", "x")
+    comparison = compare(run(), other)
+    assert [(parting.kind, parting.name) for parting in comparison.partings] == [
+        ("version", "1"),
+        ("group", "1"),
+    ]
+    assert comparison.partings[0].values == ("b", "x")
 
 
 def test_a_shorter_run_does_not_differ_and_other_weights_are_not_compared() -> None:
@@ -43,14 +46,14 @@ def test_a_shorter_run_does_not_differ_and_other_weights_are_not_compared() -> N
         "version": {0: (0, "a")},
         "trajectory": {NAME: (20, (("b", 3), "other tokens", 0.0))},
     }
-    found = compare(run(), run(records=shorter))
-    assert not found.partings
-    assert found.compared == {"group": 2, "version": 1, "trajectory": 0}
+    comparison = compare(run(), run(records=shorter))
+    assert not comparison.partings
+    assert comparison.compared == {"group": 2, "version": 1, "trajectory": 0}
 
 
 def test_a_setting_that_changed_in_mid_run_is_the_first_reason() -> None:
     raised = [(21, f"{RATE} 0.1 -> 0.2")]
-    found = compare(run(), run(changes=raised, config={RATE: 0.1, "run.name": "b"}))
-    assert found.reasons(("a", "b")) == [f"b changed {RATE} 0.1 -> 0.2 at step 21"]
+    comparison = compare(run(), run(changes=raised, config={RATE: 0.1, "run.name": "b"}))
+    assert comparison.reasons(("a", "b")) == [f"b changed {RATE} 0.1 -> 0.2 at step 21"]
     both = compare(run(changes=raised), run(changes=raised, made_of={"seed": 8}))
     assert both.reasons(("a", "b")) == ["seed: 7 and 8"]

@@ -27,11 +27,13 @@ def test_rewards_of_0_and_1_have_an_interval_even_where_all_are_equal() -> None:
 
 
 def turns(*rewards: list[float]) -> list[ForkedTurn]:
-    found = []
-    for at, some in enumerate(rewards):
-        mean, low, high = mean_of(some)
-        found.append(ForkedTurn(token=2 + at, turn=at, mean=mean, low=low, high=high, samples=()))
-    return found
+    results = []
+    for index, reward in enumerate(rewards):
+        mean, low, high = mean_of(reward)
+        results.append(
+            ForkedTurn(token=2 + index, turn=index, mean=mean, low=low, high=high, samples=())
+        )
+    return results
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,11 @@ def test_the_turn_decided_that_changed_the_value_most(
 
 
 def test_agents_and_groups_that_are_scored_together_are_refused_by_name() -> None:
-    one = make_trajectory(NAME)
-    check_forkable(one, ("eval",))
+    trajectory = make_trajectory(NAME)
+    check_forkable(trajectory, ("eval",))
     with pytest.raises(UsageError, match=f"{NAME} has a group reward"):
-        check_forkable(one, ("train",))
+        check_forkable(trajectory, ("train",))
     call = Call(start=3, end=6, seed=1, asked_ns=1, answered_ns=2)
-    of_agent = replace(one, meta=msgspec.structs.replace(one.meta, calls=(call,)))
+    of_agent = replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, calls=(call,)))
     with pytest.raises(UsageError, match=f"{NAME} comes from an agent"):
         check_forkable(of_agent)

@@ -56,7 +56,7 @@ def test_admission_is_that_of_the_orchestrator(
         run__steps=6,
         rollout__group_size=2,
     )
-    at = staleness.Standing(
+    standing = staleness.Standing(
         version=version,
         training=training,
         max_staleness=eta,
@@ -67,7 +67,7 @@ def test_admission_is_that_of_the_orchestrator(
     ours = _books(deadlines, version, training).why_not_admit(
         version + eta, EffectiveConfig(config)
     )
-    assert (not ours) == staleness.may_admit(Counter(deadlines), at), ours
+    assert (not ours) == staleness.may_admit(Counter(deadlines), standing), ours
 
 
 def _says(batches: float | None, before: float = 2.0, **staleness: object) -> str:
@@ -110,11 +110,11 @@ def test_the_batch_that_may_be_taken_is_that_of_the_orchestrator(
         for ordinal, deadline in enumerate(deadlines)
         if done[ordinal]
     )
-    for one in finished:
-        group = GroupEntry(spec=_spec(one.ordinal, one.deadline), reason="", at=AT)
+    for entry in finished:
+        group = GroupEntry(spec=_spec(entry.ordinal, entry.deadline), reason="", at=AT)
         books.settle(group, "finished")
     theirs = staleness.next_batch(finished, Counter(deadlines), step=0, per_step=per_step)
-    names = [one.group for one in (theirs or finished[:per_step])]
+    names = [entry.group for entry in (theirs or finished[:per_step])]
     ours = books.why_not_take(0, names, EffectiveConfig(config))
     assert (not ours) == bool(theirs), ours
     if theirs and len(finished) > per_step:

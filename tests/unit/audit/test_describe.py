@@ -13,21 +13,21 @@ from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun
 
 
-def _tell(run: RecordedRun, wanted: str, *, words: bool = False) -> Description:
+def _tell(run: RecordedRun, expected: str, *, words: bool = False) -> Description:
     bus = run.open()
     try:
         if words:
             return describe(
-                bus, run.topics, run.store, wanted, decoder=lambda assets: _letters(assets)
+                bus, run.topics, run.store, expected, decoder=lambda assets: _letters(assets)
             )
-        return describe(bus, run.topics, run.store, wanted)
+        return describe(bus, run.topics, run.store, expected)
     finally:
         bus.close()
 
 
 def _letters(assets: Path) -> Decode:
     assert (assets / "config.json").is_file()
-    return lambda ids: "".join(chr(65 + one % 26) for one in ids)
+    return lambda ids: "".join(chr(65 + token_id % 26) for token_id in ids)
 
 
 def _ledger(run: RecordedRun) -> Ledger:
@@ -53,7 +53,7 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
     assert description["contribution"]["advantage"] is not None
     assert description["records"][0]["status"] == "bound"
     assert description["records"][0]["engine"] == "simulated 1"
-    assert [one["kind"] for one in description["segments"]] == ["prompt", "model"]
+    assert [row["kind"] for row in description["segments"]] == ["prompt", "model"]
     assert list(description)[:3] == ["trajectory", "group", "attempts"]
 
 
@@ -77,21 +77,21 @@ def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRu
     description = _tell(recorded, moved.trajectory)
     assert len(description["attempts"]) >= 2
     assert description["attempts"][-1]["resumed tokens"] > 0
-    assert [one["kind"] for one in description["segments"]] == ["prompt", "model", "model"]
-    assert len({one["worker"] for one in description["segments"][1:]}) == 2
+    assert [row["kind"] for row in description["segments"]] == ["prompt", "model", "model"]
+    assert len({row["worker"] for row in description["segments"][1:]}) == 2
 
 
 def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) -> None:
     fenced = next(
-        one for one in _ledger(recorded).accounts.logged.values() if one.standing == "fenced"
+        fact for fact in _ledger(recorded).accounts.logged.values() if fact.standing == "fenced"
     )
     description = _tell(recorded, fenced.fact.trajectory)
-    assert sorted(one["status"] for one in description["records"]) == ["bound", "fenced"]
+    assert sorted(row["status"] for row in description["records"]) == ["bound", "fenced"]
 
 
 def test_group_lists_its_samples(recorded: RecordedRun) -> None:
     description = _tell(recorded, "g0000000010")
-    assert [one["trajectory"] for one in description["samples"]] == [
+    assert [row["trajectory"] for row in description["samples"]] == [
         f"g0000000010-00{sample}" for sample in range(4)
     ]
     assert description["group"]["deadline"].startswith("step ")

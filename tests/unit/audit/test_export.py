@@ -32,7 +32,7 @@ from tests.support.tamper import Tamper
 
 class Numbers:
     def text(self, token_ids: Sequence[int]) -> str:
-        return self.full_text([one for one in token_ids if one])
+        return self.full_text([token_id for token_id in token_ids if token_id])
 
     def full_text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
@@ -44,24 +44,24 @@ def trajectory(recorded: RecordedRun) -> Trajectory:
         logged = build_ledger(bus, recorded.topics).accounts.logged
         for record in records_of(bus, ends_of(bus, recorded.topics.trajectories)):
             fact = logged[record.partition, record.offset].fact
-            found = logged_trajectory(record, fact)
-            if len(found.segments) > 1:
-                return found
+            trajectory = logged_trajectory(record, fact)
+            if len(trajectory.segments) > 1:
+                return trajectory
     raise AssertionError("no trajectory has a segment of the model")
 
 
 def types(texts: TextColumns) -> Mapping[str, pa.DataType]:
-    return {one.name: one.type for one in texts.fields()}
+    return {field.name: field.type for field in texts.fields()}
 
 
 def test_prompt_turns_and_answer_are_all_of_the_tokens_once(trajectory: Trajectory) -> None:
     texts = TextColumns(Numbers())
-    found = texts.columns(trajectory, types(texts))
-    parts = [found["prompt"], *(turn["text"] for turn in found["turns"])]
+    columns = texts.columns(trajectory, types(texts))
+    parts = [columns["prompt"], *(turn["text"] for turn in columns["turns"])]
     assert " ".join(parts) == " ".join(map(str, trajectory.token_ids))
-    assert all(turn["kind"] != "prompt" for turn in found["turns"])
-    assert found["answer"] == Numbers().text(
-        [int(one) for one in found["turns"][-1]["text"].split()]
+    assert all(turn["kind"] != "prompt" for turn in columns["turns"])
+    assert columns["answer"] == Numbers().text(
+        [int(word) for word in columns["turns"][-1]["text"].split()]
     )
 
 
@@ -92,10 +92,10 @@ def test_columns_of_the_data_have_the_type_of_their_values(trajectory: Trajector
     }
     assert kinds["l"] == kinds["m"] == kinds["big"] == JSON
     assert "none" not in kinds
-    found = texts.columns(trajectory, types(texts))
-    assert (found["row_l"], found["row_m"], found["row_big"]) == ("[1]", '"a"', str(2**80))
-    assert "prompt" not in found
-    table = pa.Table.from_pylist([found], schema=pa.schema(texts.fields()))
+    columns = texts.columns(trajectory, types(texts))
+    assert (columns["row_l"], columns["row_m"], columns["row_big"]) == ("[1]", '"a"', str(2**80))
+    assert "prompt" not in columns
+    table = pa.Table.from_pylist([columns], schema=pa.schema(texts.fields()))
     assert table.to_pylist()[0]["row_x"] == 2.0
 
 
@@ -110,7 +110,7 @@ def test_file_has_texts_beside_what_the_log_knows(recorded: RecordedRun, tmp_pat
         export_parquet(bus, recorded.topics, tables, recorded.store, path, texts=texts)
     for row in pq.read_table(path).to_pylist():
         assert row["prompt"].split() == [
-            str(one) for one in row["token_ids"][: row["prompt_tokens"]]
+            str(entry) for entry in row["token_ids"][: row["prompt_tokens"]]
         ]
 
 
@@ -153,11 +153,13 @@ def _ledger(run: RecordedRun) -> Ledger:
 def test_every_trajectory_that_counts_is_one_row(recorded: RecordedRun, tmp_path: Path) -> None:
     rows = _rows(recorded, tmp_path / "all.parquet")
     ledger = _ledger(recorded)
-    wanted = {
-        one.fact.trajectory for one in ledger.accounts.logged.values() if one.standing == "bound"
+    trajectories = {
+        logged.fact.trajectory
+        for logged in ledger.accounts.logged.values()
+        if logged.standing == "bound"
     }
-    assert {row["trajectory"] for row in rows} == wanted
-    assert len(rows) == len(wanted)
+    assert {row["trajectory"] for row in rows} == trajectories
+    assert len(rows) == len(trajectories)
 
 
 def test_row_says_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_rows_come_in_groups_of_a_bounded_size(
     monkeypatch.setattr(export, "STEPS_HELD_MAX", 1)
     rows = _rows(recorded, tmp_path / "all.parquet")
     file = pq.ParquetFile(tmp_path / "all.parquet")
-    sizes = [file.metadata.row_group(one).num_rows for one in range(file.num_row_groups)]
+    sizes = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
     assert max(sizes) == 50
     assert sum(sizes) == len(rows)
     assert all(row["minibatch"] == 0 for row in rows if row["outcome"] == "trained")
@@ -236,17 +238,17 @@ def test_policy_is_exported_with_its_digest(recorded: RecordedRun, tmp_path: Pat
 
 
 def test_texts_of_an_agent_say_their_context_and_the_answer_is_that_of_the_last_call() -> None:
-    one = branched_values.branched(calls=(branched_values.CALL,))
+    entry = branched_values.branched(calls=(branched_values.CALL,))
     texts = TextColumns(Numbers())
-    found = texts.columns(one, types(texts))
-    assert found["prompt"] == "0 1 2"
-    assert [(turn["kind"], turn["context"], turn["text"]) for turn in found["turns"]] == [
+    columns = texts.columns(entry, types(texts))
+    assert columns["prompt"] == "0 1 2"
+    assert [(turn["kind"], turn["context"], turn["text"]) for turn in columns["turns"]] == [
         *(("model", 0, "3 4"), ("environment", 0, "5"), ("model", 0, "6 7")),
         *(("prompt", 1, "8 9"), ("model", 1, "10 11")),
         ("model", 2, "12"),
         *(("prompt", 3, "13"), ("model", 3, "14 15")),
     ]
-    assert found["answer"] == "3 4"
+    assert columns["answer"] == "3 4"
 
 
 def test_file_has_where_contexts_branch(copy: RecordedRun, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_books_of_a_run_with_faults_balance(seed: int) -> None:
     outcomes = Counter(group.outcome for group in ledger.accounts.groups.values())
     assert outcomes == state.counters.outcomes
     assert outcomes.total() == state.counters.dispatched + state.counters.evaluations
-    standings = Counter(one.standing for one in ledger.accounts.logged.values())
+    standings = Counter(fact.standing for fact in ledger.accounts.logged.values())
     assert standings["bound"] == state.counters.logged
     assert not ledger.accounts.open
     assert fold.state is not None
@@ -94,15 +94,15 @@ def test_late_records_of_a_fenced_worker_are_fenced() -> None:
     world = _world(2, Chances(freeze=0.1))
     world.run()
     ledger, _ = _read(world)
-    fenced = [one for one in ledger.accounts.logged.values() if one.standing == "fenced"]
+    fenced = [fact for fact in ledger.accounts.logged.values() if fact.standing == "fenced"]
     assert len(fenced) == world.machine.state.counters.fenced > 0
-    for one in fenced:
-        worker = ledger.accounts.workers[one.fact.incarnation]
+    for element in fenced:
+        worker = ledger.accounts.workers[element.fact.incarnation]
         assert worker.departed is not None
-        assert one.at.offset > worker.incarnation
-        entry = ledger.accounts.request(one.fact.trajectory)
+        assert element.at.offset > worker.incarnation
+        entry = ledger.accounts.request(element.fact.trajectory)
         assert entry is not None
-        assert entry.bound is not one
+        assert entry.bound is not element
 
 
 def test_command_to_fail_a_batch_ends_only_the_one_it_names() -> None:
@@ -123,9 +123,9 @@ def test_refused_batches_are_told_with_their_reason() -> None:
     world = _world(2, Chances(refusal=0.4))
     world.run()
     ledger, _ = _read(world)
-    refused = [one for one in ledger.not_trained if "refused" not in one.why]
+    refused = [entry for entry in ledger.not_trained if "refused" not in entry.why]
     assert refused
-    failed = [one for one in ledger.accounts.groups.values() if one.outcome == "failed"]
+    failed = [group for group in ledger.accounts.groups.values() if group.outcome == "failed"]
     assert len(failed) >= len(refused)
     assert all("unreadable" in group.why for group in failed)
 
@@ -191,8 +191,8 @@ def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     assert attempted.step == raced[0]
     assert "after its batch had been ended" in attempted.why
     assert list(ledger.steps) == list(range(10))
-    commits = [one for one in _facts(world) if isinstance(one, StepCommitted)]
-    assert [one.step for one in commits].count(raced[0]) == 2
+    commits = [fact for fact in _facts(world) if isinstance(fact, StepCommitted)]
+    assert [commit.step for commit in commits].count(raced[0]) == 2
 
 
 def _facts(world: World) -> list[object]:

@@ -24,9 +24,15 @@ from dora_pipe.config.model import Sampling
 def test_generation_config_has_the_sampling_of_the_run_and_keeps_the_rest(
     sampling: Sampling, expected: dict[str, Any]
 ) -> None:
-    known = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.6, "min_p": 0.3, "top_k": 50}
-    found = generation_config(known, sampling, (9, 4))
-    assert found == {
+    known_before = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "temperature": 0.6,
+        "min_p": 0.3,
+        "top_k": 50,
+    }
+    config = generation_config(known_before, sampling, (9, 4))
+    assert config == {
         "bos_token_id": 1,
         "eos_token_id": [4, 9],
         "max_new_tokens": sampling.max_tokens,

@@ -57,33 +57,35 @@ def turns() -> tuple[FoldedRound, ...]:
     world.heal()
     world.run(seconds=5000.0)
     assert world.machine.state.done
-    found = tuple(folded_rounds(world.bus, world.topics, Findings()))
-    decided = {type(one) for turn in found if turn.round for one in turn.round.decisions}
+    rounds = tuple(folded_rounds(world.bus, world.topics, Findings()))
+    decided = {type(decision) for turn in rounds if turn.round for decision in turn.round.decisions}
     assert decided == set(KINDS)
-    return found
+    return rounds
 
 
-def check(found: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
+def check(rounds: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
     findings = Findings()
     fold = FoldCheck(findings)
-    for turn in found:
+    for turn in rounds:
         fold.fold(turn)
     return fold, findings
 
 
-def forged(place: int, round_: Round) -> list[FoldedRound]:
-    found = list(turns())
-    found[place] = FoldedRound(offset=found[place].offset, round=round_, facts=found[place].facts)
-    return found
+def forged(index: int, round_: Round) -> list[FoldedRound]:
+    actual_turns = list(turns())
+    actual_turns[index] = FoldedRound(
+        offset=actual_turns[index].offset, round=round_, facts=actual_turns[index].facts
+    )
+    return actual_turns
 
 
 def rounds_with(kind: type[Any]) -> list[tuple[int, Round, int]]:
     return [
-        (place, turn.round, number)
-        for place, turn in enumerate(turns())
+        (index, turn.round, number)
+        for index, turn in enumerate(turns())
         if turn.round is not None
-        for number, one in enumerate(turn.round.decisions)
-        if isinstance(one, kind)
+        for number, decision in enumerate(turn.round.decisions)
+        if isinstance(decision, kind)
     ]
 
 
@@ -101,46 +103,48 @@ def test_every_plan_of_a_run_is_made_again_and_is_equal() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decision_that_says_another_reason_is_named(kind: type[Any]) -> None:
-    place, round_, number = rounds_with(kind)[0]
+    index, round_, number = rounds_with(kind)[0]
     decisions = list(round_.decisions)
     decisions[number] = msgspec.structs.replace(decisions[number], reason="a forger's")
-    _, findings = check(forged(place, with_decisions(round_, decisions)))
+    _, findings = check(forged(index, with_decisions(round_, decisions)))
     (first, *_) = findings.violations
     assert (first.check, first.subject) == ("decisions", f"round {round_.ordinal}")
     assert "a forger's" in first.found and first.expected
 
 
-@pytest.mark.parametrize("kind", [one for one in KINDS if one is not StopRun])
+@pytest.mark.parametrize("kind", [entry for entry in KINDS if entry is not StopRun])
 def test_a_decision_that_was_taken_out_is_named(kind: type[Any]) -> None:
-    place, round_, number = rounds_with(kind)[-1]
-    decisions = [one for at, one in enumerate(round_.decisions) if at != number]
-    _, findings = check(forged(place, with_decisions(round_, decisions)))
+    index, round_, number = rounds_with(kind)[-1]
+    decisions = [decision for index, decision in enumerate(round_.decisions) if index != number]
+    _, findings = check(forged(index, with_decisions(round_, decisions)))
     assert ("decisions", f"round {round_.ordinal}") in {
-        (one.check, one.subject) for one in findings.violations
+        (violation.check, violation.subject) for violation in findings.violations
     }
 
 
 def test_after_a_plan_that_differs_the_later_ones_are_still_made_again() -> None:
-    place, round_, number = rounds_with(Migrate)[0]
+    index, round_, number = rounds_with(Migrate)[0]
     decisions = list(round_.decisions)
     decisions[number] = msgspec.structs.replace(decisions[number], reason="a forger's")
-    fold, findings = check(forged(place, with_decisions(round_, decisions)))
-    named = [one.subject for one in findings.violations if one.check == "decisions"]
+    fold, findings = check(forged(index, with_decisions(round_, decisions)))
+    named = [
+        violation.subject for violation in findings.violations if violation.check == "decisions"
+    ]
     assert named == [f"round {round_.ordinal}"]
     assert fold.plans == check(list(turns()))[0].plans - 1
 
 
 def planned_by(planner: str) -> list[FoldedRound]:
-    found = list(turns())
-    first = found[0]
+    actual_turns = list(turns())
+    first = actual_turns[0]
     facts = []
     for fact in first.facts:
         if isinstance(fact.record, RunStarted):
             record = msgspec.structs.replace(fact.record, planner=planner)
             fact = type(fact)(offset=fact.offset, key=fact.key, value=fact.value, record=record)
         facts.append(fact)
-    found[0] = FoldedRound(offset=first.offset, round=first.round, facts=tuple(facts))
-    return found
+    actual_turns[0] = FoldedRound(offset=first.offset, round=first.round, facts=tuple(facts))
+    return actual_turns
 
 
 def test_plans_of_another_planner_are_not_made_again_and_audit_says_so() -> None:

@@ -61,7 +61,7 @@ class Log:
         findings = Findings()
         buried = read_buried(self.bus, TOPICS)
         turns = list(folded_rounds(self.bus, TOPICS, findings, buried=buried))
-        return turns, [one.line for one in findings.violations] + findings.notes
+        return turns, [violation.line for violation in findings.violations] + findings.notes
 
 
 def test_every_fact_is_folded_by_exactly_one_turn_in_order() -> None:
@@ -72,8 +72,8 @@ def test_every_fact_is_folded_by_exactly_one_turn_in_order() -> None:
     offsets.append(log.fact())
     log.round()
     offsets.append(log.fact())
-    turns, found = log.walk()
-    assert found == []
+    turns, result = log.walk()
+    assert result == []
     assert [[fact.offset for fact in turn.facts] for turn in turns] == [
         offsets[:2],
         [],
@@ -88,9 +88,9 @@ def test_changed_round_breaks_the_chain_in_one_place() -> None:
     for number in range(4):
         log.fact()
         log.round(**({"chain": "f" * 64} if number == 1 else {}))
-    _, found = log.walk()
-    assert len(found) == 1, "the rounds behind it chain on what it carries"
-    assert "rounds round 1: the chain is broken" in found[0]
+    _, result = log.walk()
+    assert len(result) == 1, "the rounds behind it chain on what it carries"
+    assert "rounds round 1: the chain is broken" in result[0]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_round_that_cannot_follow_is_named(changes: dict[str, object], text: str
     for number in range(3):
         log.fact()
         log.round(**(changes if number == 2 else {}))
-    _, found = log.walk()
-    assert any(text in line for line in found), found
+    _, result = log.walk()
+    assert any(text in line for line in result), result
 
 
 def test_unreadable_round_is_named_and_walked_over() -> None:
@@ -117,9 +117,9 @@ def test_unreadable_round_is_named_and_walked_over() -> None:
     log.round()
     log.writer.append([Append(topic=TOPICS.decisions, value=b"{}")])
     log.round()
-    turns, found = log.walk()
+    turns, result = log.walk()
     assert [turn.round.ordinal for turn in turns if turn.round is not None] == [0, 1]
-    assert "cannot be read" in found[0]
+    assert "cannot be read" in result[0]
 
 
 def test_unreadable_fact_is_a_violation_unless_the_run_has_buried_it() -> None:
@@ -139,30 +139,30 @@ def test_unreadable_fact_is_a_violation_unless_the_run_has_buried_it() -> None:
     log.writer.append([Append(topic=TOPICS.dead_letters, value=value, headers=headers)])
     log.writer.append([Append(topic=TOPICS.dead_letters, value=b"no dead letter")])
     log.round()
-    _, found = log.walk()
-    assert len(found) == 2
-    assert found[0].startswith(f"control control:{lost}: cannot be read")
-    assert found[1].startswith(f"control:{buried} cannot be read")
-    assert found[1].endswith("it is among the dead letters")
+    _, result = log.walk()
+    assert len(result) == 2
+    assert result[0].startswith(f"control control:{lost}: cannot be read")
+    assert result[1].startswith(f"control:{buried} cannot be read")
+    assert result[1].endswith("it is among the dead letters")
 
 
 def test_records_are_found_by_their_place_across_gaps() -> None:
     log = Log()
     offsets = [log.fact() for _ in range(5)]
-    at = TopicPartition(TOPICS.control, 0)
+    partition = TopicPartition(TOPICS.control, 0)
     assert offsets[1] > offsets[0] + 1, "offsets are not dense"
-    found = records_at(log.bus, at, [offsets[3], offsets[0], offsets[0] + 1, 999])
-    assert [record.offset for record in found] == [offsets[0], offsets[3]]
-    record = record_at(log.bus, at, offsets[2])
+    records = records_at(log.bus, partition, [offsets[3], offsets[0], offsets[0] + 1, 999])
+    assert [record.offset for record in records] == [offsets[0], offsets[3]]
+    record = record_at(log.bus, partition, offsets[2])
     assert record is not None and record.offset == offsets[2]
-    assert record_at(log.bus, at, offsets[2] + 1) is None
+    assert record_at(log.bus, partition, offsets[2] + 1) is None
 
 
 def test_reading_ends_where_it_was_told_to() -> None:
     log = Log()
     first, second = log.fact(), log.fact()
-    at = TopicPartition(TOPICS.control, 0)
-    assert [record.offset for record in records_of(log.bus, {at: second})] == [first]
+    partition = TopicPartition(TOPICS.control, 0)
+    assert [record.offset for record in records_of(log.bus, {partition: second})] == [first]
 
 
 def test_collections_are_rare_inside_and_as_before_afterwards() -> None:

@@ -62,20 +62,20 @@ def test_shape_is_that_of_an_in_toto_statement(statement: Any) -> None:
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
     assert re.fullmatch(r"[a-z]+:\S+", statement["predicateType"])
     assert isinstance(statement["predicate"], dict)
-    names = [one["name"] for one in statement["subject"]]
+    names = [row["name"] for row in statement["subject"]]
     assert len(names) == len(set(names)) > 0
-    for one in statement["subject"]:
-        assert set(one) == {"name", "digest"}
-        assert SHA256.fullmatch(one["digest"]["sha256"])
+    for row in statement["subject"]:
+        assert set(row) == {"name", "digest"}
+        assert SHA256.fullmatch(row["digest"]["sha256"])
 
 
 def test_subject_is_every_other_file_with_its_sha256(statement: Any, made: Path) -> None:
     files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
-    assert {one["name"] for one in statement["subject"]} == files - {FILE}
+    assert {row["name"] for row in statement["subject"]} == files - {FILE}
     assert {"model.safetensors", "config.json", "adapter/note.txt"} <= files
-    for one in statement["subject"]:
-        data = (made / one["name"]).read_bytes()
-        assert one["digest"] == {"sha256": hashlib.sha256(data).hexdigest()}
+    for row in statement["subject"]:
+        data = (made / row["name"]).read_bytes()
+        assert row["digest"] == {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_predicate_has_what_files_and_log_say(
@@ -86,9 +86,9 @@ def test_predicate_has_what_files_and_log_say(
         facts = _facts(bus, recorded.topics)
         chain, number, control_next = _chain(bus, recorded.topics)
         sampled = _sampled(bus, recorded.topics, facts)
-    started = next(one for one in facts if isinstance(one, RunStarted))
-    commits = {one.step: one for one in facts if isinstance(one, StepCommitted)}
-    workers = [one for one in facts if isinstance(one, WorkerJoined)]
+    started = next(fact for fact in facts if isinstance(fact, RunStarted))
+    commits = {fact.step: fact for fact in facts if isinstance(fact, StepCommitted)}
+    workers = [fact for fact in facts if isinstance(fact, WorkerJoined)]
     assert (predicate["run"], predicate["version"]) == (started.run, VERSION)
     assert predicate["weightsDigest"] == weights_digest(made) == commits[VERSION - 1].digest_after
     assert predicate["log"] == {"chain": chain, "round": number, "controlNext": control_next}
@@ -102,19 +102,21 @@ def test_predicate_has_what_files_and_log_say(
         },
     ]
     (rewards,) = predicate["rewards"]
-    assert rewards["codeDigests"] == sorted({one.reward_digest for one in workers} - {""})
+    assert rewards["codeDigests"] == sorted({worker.reward_digest for worker in workers} - {""})
     assert predicate["code"]["package"] == [started.package]
-    assert {one["version"]: one["tokens"] for one in predicate["sampledBy"]} == sampled
-    assert sum(one["share"] for one in predicate["sampledBy"]) == pytest.approx(1.0, abs=1e-4)
-    for one in predicate["sampledBy"]:
-        assert one["share"] == pytest.approx(one["tokens"] / sum(sampled.values()), abs=1e-6)
-        before = one["version"] - 1
+    assert {row["version"]: row["tokens"] for row in predicate["sampledBy"]} == sampled
+    assert sum(row["share"] for row in predicate["sampledBy"]) == pytest.approx(1.0, abs=1e-4)
+    for row in predicate["sampledBy"]:
+        assert row["share"] == pytest.approx(row["tokens"] / sum(sampled.values()), abs=1e-6)
+        before = row["version"] - 1
         own = commits[before].digest_after if before >= 0 else started.policy.digest
-        assert one["weightsDigest"] == own
+        assert row["weightsDigest"] == own
 
 
 def _facts(bus: Bus, topics: Topics) -> list[Any]:
-    return [decode_control(one.value) for one in records_of(bus, ends_of(bus, topics.control))]
+    return [
+        decode_control(record.value) for record in records_of(bus, ends_of(bus, topics.control))
+    ]
 
 
 def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
@@ -123,10 +125,10 @@ def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
     for record in records_of(bus, ends_of(bus, topics.decisions)):
         round_ = decode_round(record.value)
         digest = hashlib.sha256(bytes.fromhex(chain))
-        for one in control:
-            if folded <= one.offset < round_.control_next:
-                digest.update(one.offset.to_bytes(8, "big"))
-                digest.update(len(one.value).to_bytes(8, "big") + one.value)
+        for entry in control:
+            if folded <= entry.offset < round_.control_next:
+                digest.update(entry.offset.to_bytes(8, "big"))
+                digest.update(len(entry.value).to_bytes(8, "big") + entry.value)
         bare = record.value[: record.value.rindex(b',"chain":')] + b"}"
         digest.update(bare)
         if digest.hexdigest() != round_.chain:  # from a fenced orchestrator
@@ -137,34 +139,34 @@ def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
 
 
 def _sampled(bus: Bus, topics: Topics, facts: list[Any]) -> dict[int, int]:
-    commits = {one.step: one for one in facts if isinstance(one, StepCommitted)}
-    wanted = {
-        (one.partition, one.offset)
+    commits = {fact.step: fact for fact in facts if isinstance(fact, StepCommitted)}
+    expected = {
+        (trajectory.partition, trajectory.offset)
         for step, commit in commits.items()
         if step < VERSION
         for group in commit.groups
-        for one in group.trajectories
+        for trajectory in group.trajectories
     }
-    found: Counter[int] = Counter()
+    counter: Counter[int] = Counter()
     for record in records_of(bus, ends_of(bus, topics.trajectories)):
-        if (record.partition, record.offset) in wanted:
+        if (record.partition, record.offset) in expected:
             for segment in decode_trajectory(record.value).segments:
                 if segment.kind == "model":
-                    found[segment.version] += segment.end - segment.start
-    return dict(found)
+                    counter[segment.version] += segment.end - segment.start
+    return dict(counter)
 
 
 def test_damaged_trajectory_gives_no_statement(copy: RecordedRun, tmp_path: Path) -> None:
     with closing(copy.open()) as bus:
         facts = _facts(bus, copy.topics)
-        commit = next(one for one in facts if isinstance(one, StepCommitted))
-        place = commit.groups[0].trajectories[0]
+        commit = next(fact for fact in facts if isinstance(fact, StepCommitted))
+        record = commit.groups[0].trajectories[0]
         topic = copy.topics.trajectories
     with closing(sqlite3.connect(copy.log)) as file, file:
         file.execute(
             "UPDATE records SET value = zeroblob(length(value)) WHERE at ="
             " (SELECT at FROM log WHERE topic = ? AND partition = ? AND offset = ?)",
-            (topic, place.partition, place.offset),
+            (topic, record.partition, record.offset),
         )
     with pytest.raises(InvariantBroken, match="there is no statement"):
         _write(copy, tmp_path / "model")
@@ -183,7 +185,7 @@ def test_command_writes_it_beside_the_model(
     code, _, err = call(*words)
     assert code == 0, err
     statement = json.loads((folder / FILE).read_text())
-    names = {one["name"] for one in statement["subject"]}
+    names = {row["name"] for row in statement["subject"]}
     assert {"README.md", "generation_config.json", "model.safetensors"} <= names
     assert call(*words, "--force")[0] == 0
     assert json.loads((folder / FILE).read_text()) == statement

@@ -27,38 +27,40 @@ GROWTH_BYTES_MAX = 100
 def test_synthetic_run_holds_from_the_first_record_to_the_last(plan: LogPlan) -> None:
     bus = MemoryBus()
     written = write_log(bus, plan)
-    found = audit(bus, Topics(plan.run), None)
-    assert [one.line for one in found.violations] == []
-    assert found.finished
-    assert found.steps == written.steps == plan.steps
-    assert found.records == written.trajectories
-    assert found.record_bytes == written.trajectory_bytes
-    assert found.plans == found.rounds == written.rounds
+    report = audit(bus, Topics(plan.run), None)
+    assert [violation.line for violation in report.violations] == []
+    assert report.finished
+    assert report.steps == written.steps == plan.steps
+    assert report.records == written.trajectories
+    assert report.record_bytes == written.trajectory_bytes
+    assert report.plans == report.rounds == written.rounds
 
 
 def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path / 'log.sqlite'}"
     figures = bench_audit([url], tokens=[64], trajectories=128, repeats=1)
-    ways = {one.way: one for one in figures}
+    ways = {figure.way: figure for figure in figures}
     assert list(ways) == ["the bus alone", "audit", "audit --quick"]
     alone = ways["the bus alone"]
     assert alone.of_reading == 1.0
-    for one in figures:
-        assert one.trajectories == 128
-        assert one.of_reading == pytest.approx(one.trajectories_per_s / alone.trajectories_per_s)
+    for figure in figures:
+        assert figure.trajectories == 128
+        assert figure.of_reading == pytest.approx(
+            figure.trajectories_per_s / alone.trajectories_per_s
+        )
 
 
 def test_memory_is_compared_between_the_middle_and_the_end_of_an_audit(tmp_path: Path) -> None:
-    found = bench_memory(tmp_path, trajectories=3 * PIECE_RECORDS)
-    assert found.more_trajectories >= 3 * PIECE_RECORDS
-    assert found.more_trajectories / 2 <= found.trajectories < found.more_trajectories
-    assert 0 < found.mb <= found.more_mb == pytest.approx(found.ratio * found.mb)
-    grown_mb = found.bytes_per_trajectory * (found.more_trajectories - found.trajectories) / 1e6
-    assert grown_mb == pytest.approx(found.more_mb - found.mb, abs=1e-6)
+    memory = bench_memory(tmp_path, trajectories=3 * PIECE_RECORDS)
+    assert memory.more_trajectories >= 3 * PIECE_RECORDS
+    assert memory.more_trajectories / 2 <= memory.trajectories < memory.more_trajectories
+    assert 0 < memory.mb <= memory.more_mb == pytest.approx(memory.ratio * memory.mb)
+    grown_mb = memory.bytes_per_trajectory * (memory.more_trajectories - memory.trajectories) / 1e6
+    assert grown_mb == pytest.approx(memory.more_mb - memory.mb, abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.pure
 def test_memory_of_an_audit_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    found = bench_memory(tmp_path, trajectories=80_000)
-    assert found.bytes_per_trajectory <= GROWTH_BYTES_MAX, found
+    memory = bench_memory(tmp_path, trajectories=80_000)
+    assert memory.bytes_per_trajectory <= GROWTH_BYTES_MAX, memory

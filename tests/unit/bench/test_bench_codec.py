@@ -19,12 +19,12 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_way_is_measured_at_every_length() -> None:
     figures = bench_codec([30, 300])
-    assert [one.way for one in figures] == [*typing.get_args(Encoding)] * 2
-    assert [one.tokens for one in figures] == [30] * 3 + [300] * 3
-    for one in figures:
-        assert one.encode_ms > 0
-        assert one.decode_ms > 0
-        assert one.bytes_per_token == one.bytes / one.tokens
+    assert [figure.way for figure in figures] == [*typing.get_args(Encoding)] * 2
+    assert [figure.tokens for figure in figures] == [30] * 3 + [300] * 3
+    for figure in figures:
+        assert figure.encode_ms > 0
+        assert figure.decode_ms > 0
+        assert figure.bytes_per_token == figure.bytes / figure.tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 2048])

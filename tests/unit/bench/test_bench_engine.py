@@ -13,10 +13,10 @@ def test_figures_hold_both_engines() -> None:
     (figure,) = bench_engine([8], requests_per_row=1)
     assert isinstance(figure, EngineFigure)
     assert (figure.rows, figure.requests) == (8, 32)
-    assert figure.tokens == sum(one.params.max_tokens for one in demo_requests(32))
+    assert figure.tokens == sum(request.params.max_tokens for request in demo_requests(32))
     assert figure.tokens_per_s > 0 and figure.cpu_tokens_per_s > 0
-    wanted = figure.cpu_tokens_per_s / figure.generate_cpu_tokens_per_s
-    assert figure.ratio == pytest.approx(wanted, rel=0.01)
+    expected = figure.cpu_tokens_per_s / figure.generate_cpu_tokens_per_s
+    assert figure.ratio == pytest.approx(expected, rel=0.01)
     by_length = figure.cpu_tokens_per_s / figure.sorted_generate_cpu_tokens_per_s
     assert figure.sorted_ratio == pytest.approx(by_length, rel=0.01)
     assert figure.computed > figure.sorted_computed >= 1.0
@@ -24,8 +24,8 @@ def test_figures_hold_both_engines() -> None:
 
 def test_requests_are_those_of_the_demo() -> None:
     requests = demo_requests(2000)
-    lengths = np.array([one.params.max_tokens for one in requests])
-    assert {len(one.token_ids) for one in requests} == {5}
+    lengths = np.array([request.params.max_tokens for request in requests])
+    assert {len(request.token_ids) for request in requests} == {5}
     assert (lengths.min(), lengths.max(), np.median(lengths)) == (5, 123, 11)
     assert requests == demo_requests(2000)
     parameters = sum(int(np.prod(shape)) for shape in MODEL.tensors().values())

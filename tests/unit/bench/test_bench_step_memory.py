@@ -31,10 +31,10 @@ def allocated_mb(compute: Callable[[], object]) -> tuple[float, float]:
     with profile(profile_memory=True) as profiled:
         compute()
     assert profiled.kineto_results is not None
-    moves = [one for one in profiled.kineto_results.events() if one.name() == "[memory]"]
+    moves = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
-    for one in sorted(moves, key=lambda one: one.start_ns()):
-        held += one.nbytes()
+    for move in sorted(moves, key=lambda value: value.start_ns()):
+        held += move.nbytes()
         most = max(most, held)
     return held / 1e6, most / 1e6
 
@@ -45,12 +45,12 @@ def most_mb(case: MemoryCase) -> float:
 
 
 def test_head_in_chunks_takes_less_than_its_logits() -> None:
-    cut, whole = (most_mb(head(chunk)) for chunk in (16, 0))
-    assert whole > 2 * LOGITS_MB
+    cut, full = (most_mb(head(chunk)) for chunk in (16, 0))
+    assert full > 2 * LOGITS_MB
     assert cut < LOGITS_MB / 4
 
 
 def test_the_peak_of_a_process_holds_what_is_allocated() -> None:
-    (whole,) = bench_step_memory([head(0)])
-    assert whole.peak_mb > 2 * LOGITS_MB
-    assert whole.process_mb > whole.peak_mb
+    (figure,) = bench_step_memory([head(0)])
+    assert figure.peak_mb > 2 * LOGITS_MB
+    assert figure.process_mb > figure.peak_mb

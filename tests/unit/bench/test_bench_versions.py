@@ -12,9 +12,12 @@ from dora_pipe.bench import versions
 @pytest.mark.slow
 def test_every_stage_of_a_version_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    ways = [one for one in versions.WAYS if one.name == "peer"]
-    whole, delta = versions.bench_versions(tmp_path, 1, ways)
-    assert (whole.stored_as, delta.stored_as) == ("whole", "delta")
-    for one in (whole, delta):
-        assert min(one.stored_s, one.fetched_s, one.loaded_s, one.token_s, one.copy_s) > 0
-        assert one.s_per_gb == pytest.approx(one.total_s / one.megabytes * 1e3, rel=0.02)
+    ways = [entry for entry in versions.WAYS if entry.name == "peer"]
+    full, delta = versions.bench_versions(tmp_path, 1, ways)
+    assert (full.stored_as, delta.stored_as) == ("whole", "delta")
+    for figure in (full, delta):
+        assert (
+            min(figure.stored_s, figure.fetched_s, figure.loaded_s, figure.token_s, figure.copy_s)
+            > 0
+        )
+        assert figure.s_per_gb == pytest.approx(figure.total_s / figure.megabytes * 1e3, rel=0.02)

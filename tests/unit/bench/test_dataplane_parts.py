@@ -19,17 +19,29 @@ TOPIC = "r.trajectories"
 def test_trajectories_are_records_of_their_run_in_groups_of_one_version() -> None:
     source = Source("r", 40)
     records = [encoded(source(number), TOPIC) for number in range(3 * GROUP_SIZE)]
-    decoded = [decode_trajectory(one.value) for one in records]
-    headers = [parse_headers(one.headers) for one in records]
-    assert len({one.trajectory for one in decoded}) == 3 * GROUP_SIZE
-    assert [one.meta.sample for one in decoded] == 3 * list(range(GROUP_SIZE))
-    assert all(len(one.token_ids) == 40 and one.meta.run == "r" for one in decoded)
-    assert all(matches(said, one) == [] for said, one in zip(headers, decoded, strict=True))
+    decoded = [decode_trajectory(record.value) for record in records]
+    headers = [parse_headers(record.headers) for record in records]
+    assert len({record.trajectory for record in decoded}) == 3 * GROUP_SIZE
+    assert [trajectory.meta.sample for trajectory in decoded] == 3 * list(range(GROUP_SIZE))
+    assert all(
+        len(trajectory.token_ids) == 40 and trajectory.meta.run == "r" for trajectory in decoded
+    )
+    assert all(
+        matches(header, record) == [] for header, record in zip(headers, decoded, strict=True)
+    )
     for first in range(0, len(decoded), GROUP_SIZE):
         group = decoded[first : first + GROUP_SIZE]
-        assert len({(one.meta.group, one.version, one.digest) for one in group}) == 1
-        assert len({one.partition for one in records[first : first + GROUP_SIZE]}) == 1
-    assert {one.version: one.digest for one in decoded} == DIGESTS
+        assert (
+            len(
+                {
+                    (trajectory.meta.group, trajectory.version, trajectory.digest)
+                    for trajectory in group
+                }
+            )
+            == 1
+        )
+        assert len({record.partition for record in records[first : first + GROUP_SIZE]}) == 1
+    assert {record.version: record.digest for record in decoded} == DIGESTS
 
 
 def _done(moments: list[int], end_ns: int, cpu_s: float) -> Done:
@@ -54,7 +66,7 @@ def test_a_figure_is_the_median_of_its_repeats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kafka", "tokens", "said"),
+    ("kafka", "tokens", "text"),
     [
         ("", [], "must be positive"),
         ("sqlite:x", [8], "is not a broker"),
@@ -62,10 +74,10 @@ def test_a_figure_is_the_median_of_its_repeats() -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    tmp_path: Path, kafka: str, tokens: list[int], said: str
+    tmp_path: Path, kafka: str, tokens: list[int], text: str
 ) -> None:
     setup = Setup(kafka=kafka, tokens=tokens, seconds=1, repeats=1, folder=tmp_path)
     heard: list[str] = []
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         bench_dataplane(setup, heard.append)
     assert heard == []

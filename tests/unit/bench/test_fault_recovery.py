@@ -16,10 +16,10 @@ S = 10**9
 def book(files: Files, role: str, *acks: tuple[int, int, str, int]) -> None:
     """(began, acknowledged, topic, process), in seconds."""
     lines = (
-        Ack(at * S, pid, topic, 0, number, "0" * 64, began * S)
-        for number, (began, at, topic, pid) in enumerate(acks)
+        Ack(index * S, pid, topic, 0, number, "0" * 64, began * S)
+        for number, (began, index, topic, pid) in enumerate(acks)
     )
-    files.acks_path(role).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    files.acks_path(role).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def hit(role: str, *led: tuple[str, int]) -> Hit:
@@ -47,6 +47,6 @@ def test_a_role_stays_dead_until_its_time_is_over_and_no_other_does(tmp_path: Pa
     files.write_hit(hit("w0"))
     assert files.dead_until_ns("w0") == 0
     files.write_hit(msgspec.structs.replace(hit("w0"), down_s=4.0), 1)
-    assert [one.down_s for one in files.read_hits()] == [0.0, 4.0]
+    assert [hit.down_s for hit in files.read_hits()] == [0.0, 4.0]
     assert files.dead_until_ns("w0") == 14 * S
     assert files.dead_until_ns("trainer") == 0

@@ -118,5 +118,5 @@ def test_versions_are_patches_in_most_rounds_and_their_copies_are_damaged(tmp_pa
     store = PolicyStore(tmp_path / "p")
     published = publish_walk(store, 3, full_every=8)
     assert damage_copies(store.root / MADE) == 2
-    for one in published:
-        assert store.verify(one.manifest.digest) == one.manifest
+    for version in published:
+        assert store.verify(version.manifest.digest) == version.manifest

@@ -40,17 +40,17 @@ def _run(
 
 
 def test_every_round_of_tests_is_a_piece() -> None:
-    rounds = {one.name for one in PIECES if one.name.startswith("suite-")}
-    assert rounds == {f"suite-{one.name}" for one in ROUNDS}
-    needs = {f"suite-{one.name}": one.needs for one in ROUNDS}
-    assert all(one.needs == needs[one.name] for one in PIECES if one.name in needs)
+    rounds = {piece.name for piece in PIECES if piece.name.startswith("suite-")}
+    assert rounds == {f"suite-{gpu_round.name}" for gpu_round in ROUNDS}
+    needs = {f"suite-{piece.name}": piece.needs for piece in ROUNDS}
+    assert all(piece.needs == needs[piece.name] for piece in PIECES if piece.name in needs)
 
 
 def test_every_piece_has_its_way_on_a_cpu_or_says_that_it_wants_a_gpu(tmp_path: Path) -> None:
-    without = {one.name for one in PIECES if not one.tiny}
-    assert without == {f"suite-{one.name}" for one in ROUNDS}
-    (found,) = _run(tmp_path, Piece(name="suite", what="a suite", command=()))
-    assert (found.state, found.said) == ("skipped", NO_GPU)
+    without = {piece.name for piece in PIECES if not piece.tiny}
+    assert without == {f"suite-{gpu_round.name}" for gpu_round in ROUNDS}
+    (outcome,) = _run(tmp_path, Piece(name="suite", what="a suite", command=()))
+    assert (outcome.state, outcome.said) == ("skipped", NO_GPU)
 
 
 def test_a_piece_that_is_done_is_not_run_again_at_the_same_commit(
@@ -73,8 +73,8 @@ def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Pat
         _piece("few", "print('gpu round few  0 s  skipped: it needs 2 GPUs, here is 1')"),
         _piece("good", "pass"),
     )
-    found = {one.piece: (one.state, one.said) for one in _run(tmp_path, *pieces)}
-    assert found == {
+    results = {outcome.piece: (outcome.state, outcome.said) for outcome in _run(tmp_path, *pieces)}
+    assert results == {
         "bad": ("failed", "exit code 3"),
         "absent": ("skipped", "no_such_package is not installed"),
         "few": ("skipped", "it needs 2 GPUs, here is 1"),
@@ -100,7 +100,7 @@ def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
     small = tiny(cases_of("ways")[0])
     plain = msgspec.structs.replace(small, gradient_checkpointing=False)
     less, more = measured(small), measured(plain)
-    left = measured(msgspec.structs.replace(small, leaving=True))
-    assert less.digest == more.digest == left.digest != ""
-    assert left.leave_s is not None and more.leave_s is None
+    figure = measured(msgspec.structs.replace(small, leaving=True))
+    assert less.digest == more.digest == figure.digest != ""
+    assert figure.leave_s is not None and more.leave_s is None
     assert (less.tokens, less.said) == (256, "")

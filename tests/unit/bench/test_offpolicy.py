@@ -46,12 +46,12 @@ lengths = st.integers(1, 40)
 
 @given(eta=etas, steps=lengths)
 def test_every_step_is_sampled_once_by_the_version_that_is_eta_behind(eta: int, steps: int) -> None:
-    made = [
+    created = [
         (step, version)
         for version in range(steps)
         for step in steps_of(version, eta=eta, steps=steps)
     ]
-    assert sorted(made) == [(step, max(0, step - eta)) for step in range(steps)]
+    assert sorted(created) == [(step, max(0, step - eta)) for step in range(steps)]
 
 
 @given(eta=etas, steps=lengths)
@@ -65,17 +65,19 @@ def test_the_queue_hands_every_step_what_the_right_version_sampled(eta: int, ste
 def test_every_kind_of_objective_is_studied_and_each_can_be_trained() -> None:
     studied = {keys["objective.kind"] for keys in OBJECTIVES.values()}
     assert studied == {kind for kind in BUILT_IN if rewarded(kind)}
-    made = {
+    created = {
         name: step_settings(changed_settings(GRPO, keys, max_tokens=50)).objective
         for name, keys in OBJECTIVES.items()
     }
-    assert made["grpo"].kind == "grpo" and made["grpo"].loss == "sequence-mean"
-    assert made["dapo"].loss == "token-mean" and made["dr-grpo"].loss_tokens == 50
-    assert len(set(map(str, made.values()))) == len(OBJECTIVES), "two names for the same objective"
+    assert created["grpo"].kind == "grpo" and created["grpo"].loss == "sequence-mean"
+    assert created["dapo"].loss == "token-mean" and created["dr-grpo"].loss_tokens == 50
+    assert len(set(map(str, created.values()))) == len(OBJECTIVES), (
+        "two names for the same objective"
+    )
 
 
 def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
-    found = summarise(
+    summary = summarise(
         [
             measured(BASE, 0, 0, 0.9),
             measured(BASE, 0, 1, 0.7),
@@ -83,7 +85,7 @@ def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
             measured("tis", 8, 1, 0.75, clipped=0.3, masked=0.4),
         ]
     )
-    base, tis = found
+    base, tis = summary
     assert (base.objective, base.eta, tis.objective, tis.eta) == (BASE, 0, "tis", 8)
     assert tis.to_base is not None
     assert tis.to_base.low == pytest.approx(-0.1) and tis.to_base.high == pytest.approx(0.05)

@@ -23,9 +23,9 @@ STEPS, GROUPS, SIZE = 4, 2, 4
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Return a random model of the demo's size with very short steps."""
-    place = tmp_path_factory.mktemp("study")
-    make_model(place / "random", "arithmetic")
-    (place / "demo.toml").write_text(example_config("arithmetic"))
+    directory = tmp_path_factory.mktemp("study")
+    make_model(directory / "random", "arithmetic")
+    (directory / "demo.toml").write_text(example_config("arithmetic"))
     sizes = [
         "task.kind=tests.support.offpolicy:Wordy",
         f"run.steps={STEPS}",
@@ -38,9 +38,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         "workers.max_num_seqs=8",
         "workers.max_model_len=64",
     ]
-    config = load_config(place / "demo.toml", [f'model.path="{place / "random"}"', *sizes])
-    (place / "scratch").mkdir()
-    return Bench(config, place / "random", place / "scratch")
+    config = load_config(directory / "demo.toml", [f'model.path="{directory / "random"}"', *sizes])
+    (directory / "scratch").mkdir()
+    return Bench(config, directory / "random", directory / "scratch")
 
 
 class Spy:
@@ -75,9 +75,9 @@ def test_every_trained_group_is_of_the_version_that_is_eta_behind(bench: Bench, 
         assert {group.version for group in batch.groups} == {version}
         for group in batch.groups:
             assert len(group.trajectories) == SIZE
-            for one in group.trajectories:
-                encode_trajectory(one)
-                assert one.versions == [version]
+            for trajectory in group.trajectories:
+                encode_trajectory(trajectory)
+                assert trajectory.versions == [version]
     digests = {batch.groups[0].trajectories[0].digest for batch in batches}
     assert len(digests) == len({sampled_by(step, eta) for step in range(STEPS)})
     assert measured.samples == STEPS * GROUPS * SIZE and measured.steps == STEPS
@@ -85,9 +85,9 @@ def test_every_trained_group_is_of_the_version_that_is_eta_behind(bench: Bench, 
 
 
 def test_a_cell_that_is_measured_twice_has_the_same_bits(bench: Bench) -> None:
-    (first, one), (second, other) = trained(bench, 1), trained(bench, 1)
+    (first, entry), (second, other) = trained(bench, 1), trained(bench, 1)
     assert replace(first, cpu_s=0.0) == replace(second, cpu_s=0.0)
-    assert [batch.groups[0].trajectories[0].digest for batch in one] == [
+    assert [batch.groups[0].trajectories[0].digest for batch in entry] == [
         batch.groups[0].trajectories[0].digest for batch in other
     ]
 
@@ -96,7 +96,7 @@ def test_a_cell_that_diverges_counts_as_nothing_from_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Spy(bench, monkeypatch, fail_at=2)
-    found = bench.run(Cell(objective="tis", eta=1, seed=0), setting="s")
-    assert found.diverged_at == 2 and found.steps == 2
-    assert [version for version, _ in found.rewards] == [0, 2, 4]
-    assert found.rewards[-1] == (4, 0.0)
+    result = bench.run(Cell(objective="tis", eta=1, seed=0), setting="s")
+    assert result.diverged_at == 2 and result.steps == 2
+    assert [version for version, _ in result.rewards] == [0, 2, 4]
+    assert result.rewards[-1] == (4, 0.0)

@@ -19,7 +19,7 @@ def draw(ordinal: int) -> tuple[int, ...]:
 
 
 def workers(count: int, slots: int = 8) -> list[WorkerSize]:
-    return [WorkerSize(name=f"w{one}", slots=slots, prefetch=1) for one in range(count)]
+    return [WorkerSize(name=f"w{index}", slots=slots, prefetch=1) for index in range(count)]
 
 
 def plan(**changes: Any) -> ClusterPlan:
@@ -57,8 +57,8 @@ def test_a_step_never_beats_the_limit() -> None:
 
 
 def mean_staleness(run: ClusterRun) -> float:
-    found = [pair for span in run.spans for pair in span.staleness]
-    return sum(key * count for key, count in found) / sum(count for _, count in found)
+    spans = [pair for span in run.spans for pair in span.staleness]
+    return sum(key * count for key, count in spans) / sum(count for _, count in spans)
 
 
 @pytest.mark.parametrize(("count", "slots", "train_s"), [(4, 24, 12.0), (8, 12, 15.0)])
@@ -67,8 +67,8 @@ def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
 ) -> None:
     sizes, trainer = workers(count, slots), TrainerRates(fixed_s=train_s)
     small, large, automatic = (
-        Cluster(plan(workers=sizes, trainer=trainer, steps=30, async_batches=one)).run()
-        for one in (2.0, 3.0, "auto")
+        Cluster(plan(workers=sizes, trainer=trainer, steps=30, async_batches=entry)).run()
+        for entry in (2.0, 3.0, "auto")
     )
     won_s = small.wall_s - large.wall_s
     assert won_s > 0
@@ -77,15 +77,15 @@ def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
 
 
 def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
-    slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(one)) for one in range(16)))
-    whole, parted = (
+    slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(index)) for index in range(16)))
+    run, parted = (
         Cluster(plan(trainer=slow, max_staleness=0, parts=parts)).run() for parts in (1, 8)
     )
-    assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in whole.spans)
-    saved_s = (whole.wall_s - parted.wall_s) / len(whole.spans)
+    assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in run.spans)
+    saved_s = (run.wall_s - parted.wall_s) / len(run.spans)
     assert 2.0 < saved_s < 6.0 * 7 / 8
-    for one, other in zip(whole.spans, parted.spans, strict=True):
+    for span, other in zip(run.spans, parted.spans, strict=True):
         trained_s = other.committed_s - other.taken_s + other.early_s
-        assert trained_s == pytest.approx(one.committed_s - one.taken_s, abs=1e-3)
-        assert one.early_s == 0.0
+        assert trained_s == pytest.approx(span.committed_s - span.taken_s, abs=1e-3)
+        assert span.early_s == 0.0
     assert sum(span.early_s for span in parted.spans) > 2.0 * len(parted.spans)

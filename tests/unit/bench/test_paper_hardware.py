@@ -12,23 +12,23 @@ RATES = EngineRates(tau_s=0.02, rise=0.5, full=4)
 
 
 def drain(batch: Sharing) -> dict[str, float]:
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     while len(batch):
         at_s = batch.next_s()
         for name in batch.advance(at_s):
-            found[name] = at_s
-    return found
+            results[name] = at_s
+    return results
 
 
 def token_by_token(lengths: dict[str, int], rates: EngineRates) -> dict[str, float]:
-    left, now_s, found = dict(lengths), 0.0, {}
-    while left:
-        now_s += rates.tau(len(left))
-        left = {name: tokens - 1 for name, tokens in left.items()}
-        for name in [name for name, tokens in left.items() if not tokens]:
-            found[name] = now_s
-            del left[name]
-    return found
+    remaining_lengths, now_s, result = dict(lengths), 0.0, {}
+    while remaining_lengths:
+        now_s += rates.tau(len(remaining_lengths))
+        remaining_lengths = {name: tokens - 1 for name, tokens in remaining_lengths.items()}
+        for name in [name for name, tokens in remaining_lengths.items() if not tokens]:
+            result[name] = now_s
+            del remaining_lengths[name]
+    return result
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(1, 40), min_size=1, max_size=8))
@@ -36,7 +36,7 @@ def test_sharing_ends_requests_when_a_loop_over_tokens_does(lengths: dict[str, i
     batch = Sharing(RATES)
     for name, tokens in lengths.items():
         batch.add(name, tokens)
-    found, wanted = drain(batch), token_by_token(lengths, RATES)
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert found[name] == pytest.approx(wanted[name], abs=1e-6)
+    result, token = drain(batch), token_by_token(lengths, RATES)
+    assert result.keys() == token.keys()
+    for name in token:
+        assert result[name] == pytest.approx(token[name], abs=1e-6)

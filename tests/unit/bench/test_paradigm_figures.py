@@ -42,8 +42,8 @@ def test_an_evaluation_that_is_lucky_is_pooled_with_the_worse_ones_behind_it() -
 
 def test_cells_are_reported_seed_by_seed_and_set_what_their_paradigm_is() -> None:
     cells = reported([own_setting("dora", 3e-4), own_setting("sync", 3e-4)], 3)
-    assert [one.seed for one in cells] == [0, 0, 1, 1, 2, 2]
-    assert [one.entrant for one in cells] == ["dora", "sync", "sync", "dora", "dora", "sync"]
+    assert [cell.seed for cell in cells] == [0, 0, 1, 1, 2, 2]
+    assert [cell.entrant for cell in cells] == ["dora", "sync", "sync", "dora", "dora", "sync"]
     assert overrides_of(cells[1]) == [
         "staleness.async_batches=1.0",
         "trainer.learning_rate=0.0003",

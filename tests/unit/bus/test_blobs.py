@@ -70,8 +70,8 @@ def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
     small = Append(topic=TOPIC, value=b"small")
     offsets = bus.writer().append([small, large(), small])
     assert [record.value for record in read(bus)] == [b"small", LARGE, b"small"]
-    whole = read(bus)[1]
-    assert (whole.offset, whole.key, whole.headers) == (offsets[1], b"g1", HEADERS)
+    record = read(bus)[1]
+    assert (record.offset, record.key, record.headers) == (offsets[1], b"g1", HEADERS)
     stored = raw(log)[1]
     assert stored.value == b"" and stored.headers == (
         *HEADERS,
@@ -85,10 +85,10 @@ def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
 
 
 def test_several_large_values_of_one_append_keep_their_order(bus: BlobBus) -> None:
-    records = [large(bytes([at]) * (2000 + at)) for at in range(7)]
+    records = [large(bytes([index]) * (2000 + index)) for index in range(7)]
     records.insert(3, Append(topic=TOPIC, value=b"small"))
     bus.writer().append(records)
-    assert [record.value for record in read(bus)] == [one.value for one in records]
+    assert [record.value for record in read(bus)] == [record.value for record in records]
 
 
 def test_a_value_is_claimed_under_the_digest_that_its_maker_computed_and_checked_by_the_reader(
@@ -98,9 +98,9 @@ def test_a_value_is_claimed_under_the_digest_that_its_maker_computed_and_checked
     headers = (("sha256", named.encode()),)
     bus.writer().append([Append(topic=TOPIC, value=LARGE, headers=headers, digest=named)])
     assert dict(raw(log)[0].headers)[BLOB].decode() == named
-    found = read(bus)[0]
-    assert (found.value, found.checked) == (LARGE, named)
-    assert record_digest(found) == named
+    record = read(bus)[0]
+    assert (record.value, record.checked) == (LARGE, named)
+    assert record_digest(record) == named
 
 
 def test_a_value_whose_headers_name_another_digest_comes_back_and_is_not_taken_for_it(
@@ -108,9 +108,9 @@ def test_a_value_whose_headers_name_another_digest_comes_back_and_is_not_taken_f
 ) -> None:
     wrong = digest_as("blake3-", b"another")
     bus.writer().append([Append(topic=TOPIC, value=LARGE, headers=(("sha256", wrong.encode()),))])
-    found = read(bus)[0]
-    assert found.value == LARGE
-    assert record_digest(found) == digest_as(wrong, LARGE) != wrong
+    record = read(bus)[0]
+    assert record.value == LARGE
+    assert record_digest(record) == digest_as(wrong, LARGE) != wrong
 
 
 def test_a_writers_own_bound_claims_what_the_topic_would_take(
@@ -244,9 +244,9 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: BlobBus) -> None:
     reader = bus.reader({AT: 0})
     for _ in range(3):
         before = reader.position(AT)
-        (one,) = reader.poll(timeout_s=0, bytes_max=2000)
-        assert one.offset == before and one.value == LARGE
-        assert reader.position(AT) > one.offset
+        (record,) = reader.poll(timeout_s=0, bytes_max=2000)
+        assert record.offset == before and record.value == LARGE
+        assert reader.position(AT) > record.offset
     assert reader.poll(timeout_s=0) == []
     assert reader.position(AT) == bus.end(AT)
 
@@ -270,7 +270,7 @@ def told(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
     files = ToldFiles(tmp_path / "told")
     bus = BlobBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
     bus.create([TopicSpec(name=TOPIC)])
-    bus.writer().append([large(bytes(2001 + at)) for at in range(4)])
+    bus.writer().append([large(bytes(2001 + index)) for index in range(4)])
     return files, bus
 
 
@@ -280,13 +280,13 @@ def test_the_next_values_are_read_while_the_first_is_looked_at(
     files, bus = told
     monkeypatch.setattr(blobs_module, "AHEAD_BYTES", 4800)
     reader = bus.reader({AT: 0})
-    assert [len(one.value) for one in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
+    assert [len(record.value) for record in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
     assert {files.begun.get(timeout=10) for _ in range(3)} == {2001, 2002, 2003}, (
         "two of them go into the bound"
     )
-    assert [len(one.value) for one in reader.poll(timeout_s=0, bytes_max=2500)] == [2002]
+    assert [len(record.value) for record in reader.poll(timeout_s=0, bytes_max=2500)] == [2002]
     assert files.begun.get(timeout=10) == 2004, "what was read ahead is not read again"
-    assert [len(one.value) for one in reader.poll(timeout_s=0)] == [2003, 2004]
+    assert [len(record.value) for record in reader.poll(timeout_s=0)] == [2003, 2004]
     reader.close()
     assert files.begun.empty()
 
@@ -302,15 +302,17 @@ def test_a_value_that_could_not_be_read_ahead_is_read_again(
     with pytest.raises(BusError, match="away"):
         reader.poll(timeout_s=0)
     files.away = 0
-    assert [len(one.value) for one in reader.poll(timeout_s=0)] == [2001, 2002, 2003, 2004]
+    assert [len(record.value) for record in reader.poll(timeout_s=0)] == [2001, 2002, 2003, 2004]
 
 
 def test_seeking_forgets_what_waited_in_that_partition(bus: BlobBus) -> None:
     first, second = bus.writer().append([large(), large(b"x" + LARGE)])
     reader = bus.reader({AT: 0})
-    assert [one.offset for one in reader.poll(timeout_s=0, records_max=2, bytes_max=1)] == [first]
+    assert [record.offset for record in reader.poll(timeout_s=0, records_max=2, bytes_max=1)] == [
+        first
+    ]
     reader.seek(AT, first)
-    assert [one.offset for one in reader.poll(timeout_s=0)] == [first, second]
+    assert [record.offset for record in reader.poll(timeout_s=0)] == [first, second]
 
 
 def test_records_under_their_limit_touch_no_store(bus: BlobBus, tmp_path: Path) -> None:

@@ -166,22 +166,25 @@ def test_what_comes_over_the_bounds_comes_later_once_and_in_order(
 ) -> None:
     kept = Fetched()
     came = fetched(count)
-    seen: list[Record] = kept.take(came, records_max=records_max, bytes_max=bytes_max)
+    records: list[Record] = kept.take(came, records_max=records_max, bytes_max=bytes_max)
     while kept:
-        assert kept.first(TopicPartition("t", 0)) == seen[-1].offset + 1
-        found = kept.take([], records_max=records_max, bytes_max=bytes_max)
-        assert 1 <= len(found) <= records_max
-        assert len(found) == 1 or sum(map(record_bytes, found)) <= bytes_max
-        seen += found
-    assert seen == came
+        assert kept.first(TopicPartition("t", 0)) == records[-1].offset + 1
+        result = kept.take([], records_max=records_max, bytes_max=bytes_max)
+        assert 1 <= len(result) <= records_max
+        assert len(result) == 1 or sum(map(record_bytes, result)) <= bytes_max
+        records += result
+    assert records == came
     assert kept.first(TopicPartition("t", 0)) is None
 
 
 def test_forgetting_one_partition_keeps_the_others() -> None:
     kept = Fetched()
-    zero, one = TopicPartition("t", 0), TopicPartition("t", 1)
+    zero, partition = TopicPartition("t", 0), TopicPartition("t", 1)
     kept.take([*fetched(2), *fetched(2, partition=1)], records_max=1, bytes_max=1000)
-    assert (kept.first(zero), kept.first(one)) == (1, 0)
+    assert (kept.first(zero), kept.first(partition)) == (1, 0)
     kept.forget(zero)
-    assert (kept.first(zero), kept.first(one)) == (None, 0)
-    assert [each.at for each in kept.take([], records_max=9, bytes_max=1000)] == [one, one]
+    assert (kept.first(zero), kept.first(partition)) == (None, 0)
+    assert [each.at for each in kept.take([], records_max=9, bytes_max=1000)] == [
+        partition,
+        partition,
+    ]

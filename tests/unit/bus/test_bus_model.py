@@ -52,25 +52,25 @@ class Model:
             self.values[each.partition].append(each.value)
 
     def seek(self, step: tuple[int, float]) -> None:
-        at = TopicPartition("t", step[0])
-        position = round(step[1] * self.bus.end(at))
-        self.reader.seek(at, position)
-        assert self.reader.position(at) == position
+        partition = TopicPartition("t", step[0])
+        position = round(step[1] * self.bus.end(partition))
+        self.reader.seek(partition, position)
+        assert self.reader.position(partition) == position
 
     def poll(self, step: tuple[int, int]) -> int:
         records_max, bytes_max = step
         before = {p: self.reader.position(TopicPartition("t", p)) for p in range(PARTITIONS)}
-        found = self.reader.poll(timeout_s=0, records_max=records_max, bytes_max=bytes_max)
-        assert len(found) <= records_max
-        assert len(found) <= 1 or sum(len(record.value) for record in found) <= bytes_max
+        records = self.reader.poll(timeout_s=0, records_max=records_max, bytes_max=bytes_max)
+        assert len(records) <= records_max
+        assert len(records) <= 1 or sum(len(record.value) for record in records) <= bytes_max
         for p in range(PARTITIONS):
-            mine = [record for record in found if record.partition == p]
+            mine = [record for record in records if record.partition == p]
             first = bisect_left(self.offsets[p], before[p])
-            wanted = slice(first, first + len(mine))
-            assert [record.offset for record in mine] == self.offsets[p][wanted]
-            assert [record.value for record in mine] == self.values[p][wanted]
+            expected_slice = slice(first, first + len(mine))
+            assert [record.offset for record in mine] == self.offsets[p][expected_slice]
+            assert [record.value for record in mine] == self.values[p][expected_slice]
             self.check_position(p, first + len(mine), before[p])
-        return len(found)
+        return len(records)
 
     def check_position(self, partition: int, passed: int, before: int) -> None:
         at = TopicPartition("t", partition)
@@ -89,7 +89,9 @@ def check_against_model(bus: Bus, script: list[tuple[str, object]]) -> None:
         getattr(model, name)(step)
     while model.poll((100, 1 << 20)):
         pass
-    assert all(model.reader.position(at) == bus.end(at) for at in places), "caught up"
+    assert all(model.reader.position(position) == bus.end(position) for position in places), (
+        "caught up"
+    )
     bus.close()
 
 
@@ -113,6 +115,6 @@ def test_no_partition_starves_another(kind: str, tmp_path: Path) -> None:
     flood = [Append(topic="t", value=b"flood")] * 100
     bus.writer().append([*flood, Append(topic="t", partition=1, value=b"other")])
     reader = bus.reader({TopicPartition("t", number): 0 for number in range(2)})
-    seen = [one for _ in range(3) for one in reader.poll(timeout_s=0, records_max=10)]
-    assert b"other" in [record.value for record in seen]
+    indices = [record for _ in range(3) for record in reader.poll(timeout_s=0, records_max=10)]
+    assert b"other" in [record.value for record in indices]
     bus.close()

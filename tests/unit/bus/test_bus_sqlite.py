@@ -261,9 +261,9 @@ def in_a_child(use: Callable[[], object]) -> str:
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = pipe.read()
+        text = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
-    return said
+    return text
 
 
 def test_a_child_may_not_open_what_its_parent_held_open(bus: SqliteBus, path: Path) -> None:

@@ -69,7 +69,7 @@ def enter(visitor: socket.socket) -> None:
 
 
 def offers(*mechanisms: bytes) -> bytes:
-    names = b"".join(struct.pack(">h", len(one)) + one for one in mechanisms)
+    names = b"".join(struct.pack(">h", len(mechanism)) + mechanism for mechanism in mechanisms)
     return struct.pack(">hi", 0, len(mechanisms)) + names
 
 
@@ -81,17 +81,17 @@ REFUSED = struct.pack(">hh", 58, -1) + struct.pack(">i", 0)
 WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize("text", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL", "SASL_PLAINTEXT"])
 def test_a_door_that_hangs_up_or_is_no_kafka_is_no_answer(
-    door: Door, said: bytes, protocol: str
+    door: Door, text: bytes, protocol: str
 ) -> None:
     """The broker may be stopping, or a proxy has lost its broker."""
     came: Queue[int] = Queue()
 
     def hang_up(visitor: socket.socket) -> None:
         came.put(1)
-        visitor.sendall(said)
+        visitor.sendall(text)
 
     assert probe([door(hang_up)], replace(CLEAR, protocol=protocol)) == []
     assert came.get(timeout=WAIT_S)

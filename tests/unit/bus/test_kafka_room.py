@@ -52,12 +52,12 @@ def test_log_directory_is_full_before_its_broker_ends() -> None:
 
 def test_partitions_that_take_no_appends_are_told_with_the_brokers_that_are_away() -> None:
     assert too_few_of([part(0), part(1, in_sync=frozenset({1, 2}))]) == ""
-    found = too_few_of(
+    result = too_few_of(
         [part(0, in_sync=frozenset({1})), part(1, leader=-1, in_sync=frozenset({3})), part(2)]
     )
-    assert "1 partitions of the run have no leader" in found
-    assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in found
-    assert found.endswith("brokers 1, 2, 3 stopped or cannot write: check their disks")
+    assert "1 partitions of the run have no leader" in result
+    assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in result
+    assert result.endswith("brokers 1, 2, 3 stopped or cannot write: check their disks")
 
 
 def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
@@ -66,17 +66,17 @@ def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
     monkeypatch.setattr(
         "dora_pipe.launch.disk_watch.free_bytes", lambda path: 10 * LOCAL_FULL_BYTES
     )
-    told: list[str] = []
-    clock, said = VirtualClock(), [directory(free=5).stops]
-    watch = DiskWatch((tmp_path,), told.append, clock, elsewhere=lambda: said[-1])
+    replies: list[str] = []
+    clock, text = VirtualClock(), [directory(free=5).stops]
+    watch = DiskWatch((tmp_path,), replies.append, clock, elsewhere=lambda: text[-1])
     watch.turn()
-    assert watch.full and told[0].endswith("free space within 120 s")
-    assert "/data of broker 2 is full: 5 B free; roles wait" in told[0]
-    said.append("")
+    assert watch.full and replies[0].endswith("free space within 120 s")
+    assert "/data of broker 2 is full: 5 B free; roles wait" in replies[0]
+    text.append("")
     clock.sleep(2.0)
     watch.turn()
-    assert not watch.full and "disk space is available again" in told[1]
-    said.append(directory(failed=True).stops)
+    assert not watch.full and "disk space is available again" in replies[1]
+    text.append(directory(failed=True).stops)
     with pytest.raises(ResourceError, match=r"has failed.* 120 s") as ended:
         for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
             clock.sleep(1.0)
@@ -85,14 +85,14 @@ def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
 
 
 def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
-    told: list[str] = []
+    replies: list[str] = []
     clock, low = VirtualClock(), [directory(free=LOW_BYTES - 1).low]
-    watch = DiskWatch((tmp_path,), told.append, clock, low=lambda: low[-1])
+    watch = DiskWatch((tmp_path,), replies.append, clock, low=lambda: low[-1])
     for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
         clock.sleep(1.0)
         watch.turn()
     assert not watch.full
-    assert len(told) == 1 and told[0].endswith("free space, or the run will wait")
+    assert len(replies) == 1 and replies[0].endswith("free space, or the run will wait")
 
 
 def test_last_answer_of_a_cluster_explains_why_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,10 @@ def test_the_section_says_everything_but_the_secret() -> None:
         cert_file="c",
         key_file="k",
     )
-    made = KafkaSecurity.of(section)
+    security = KafkaSecurity.of(section)
     for name in KafkaSecurity.__slots__:
-        assert getattr(made, name) == getattr(section, name)
-    assert made.tls and made.sasl and made.principal == "User:w0"
+        assert getattr(security, name) == getattr(section, name)
+    assert security.tls and security.sasl and security.principal == "User:w0"
 
 
 def test_without_anything_said_nobody_is_asked_and_nothing_encrypted() -> None:
@@ -66,8 +66,8 @@ def test_without_anything_said_nobody_is_asked_and_nothing_encrypted() -> None:
 def test_a_password_file_s_last_line_end_does_not_count(tmp_path: Path, end: str) -> None:
     file = tmp_path / "password"
     file.write_bytes(f" {SECRET}\n{end}".encode())
-    found = user(password_file=str(file)).client_settings()
-    assert found["sasl_plain_password"] == f" {SECRET}" + ("\n" if end else "")
+    settings = user(password_file=str(file)).client_settings()
+    assert settings["sasl_plain_password"] == f" {SECRET}" + ("\n" if end else "")
 
 
 def test_the_environment_goes_before_the_file(
@@ -76,8 +76,8 @@ def test_the_environment_goes_before_the_file(
     file = tmp_path / "password"
     file.write_text("other")
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
-    found = user(password_file=str(file)).client_settings()
-    assert found == {
+    settings = user(password_file=str(file)).client_settings()
+    assert settings == {
         "security_protocol": "SASL_PLAINTEXT",
         "sasl_mechanism": "SCRAM-SHA-512",
         "sasl_plain_username": "w0",
@@ -174,14 +174,14 @@ def test_an_encrypted_key_is_opened_by_the_environment_and_never_asked_for(
 def test_a_missing_or_senseless_file_is_named_with_its_key(
     tmp_path: Path, certificates: Certificates, key: str
 ) -> None:
-    whole = KafkaSecurity(
+    security = KafkaSecurity(
         protocol="SSL",
         cert_file=certificates.path("client.crt"),
         key_file=certificates.path("client.key"),
     )
-    gone, noise = tmp_path / "gone", tmp_path / "noise"
+    path, noise = tmp_path / "gone", tmp_path / "noise"
     noise.write_text("noise")
-    for file, why in ((gone, f"{key}: {gone}: no such file"), (noise, f"{key}.*no PEM")):
+    for file, why in ((path, f"{key}: {path}: no such file"), (noise, f"{key}.*no PEM")):
         changed: dict[str, Any] = {key: str(file)}
         with pytest.raises(ConfigError, match=rf"bus\.{why}"):
-            replace(whole, **changed).ssl_context()
+            replace(security, **changed).ssl_context()

@@ -19,12 +19,12 @@ SPEC = TopicSpec(name="r.t", partitions=4)
 
 
 def topic(brokers: int = 3, replicas: int = 0, **changed: str) -> TopicFacts:
-    made = topic_settings(SPEC, brokers)
-    settings = {**made["configs"], **{k.replace("_", "."): v for k, v in changed.items()}}
+    new_settings = topic_settings(SPEC, brokers)
+    settings = {**new_settings["configs"], **{k.replace("_", "."): v for k, v in changed.items()}}
     return TopicFacts(
         name=SPEC.name,
-        partitions=made["num_partitions"],
-        replicas=replicas or made["replication_factor"],
+        partitions=new_settings["num_partitions"],
+        replicas=replicas or new_settings["replication_factor"],
         brokers=brokers,
         settings=settings,
     )
@@ -57,12 +57,12 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
     theirs = topic(max_message_bytes="1048588")
     control = replace(theirs, name="r.control", partitions=1)
     many = replace(theirs, name="r.trajectories", partitions=2)
-    wanted = {
+    expected = {
         "r.control": replace(SPEC, name="r.control", partitions=1),
         "r.trajectories": replace(SPEC, name="r.trajectories"),
     }
     with pytest.raises(BusError) as refused:
-        check_settings([control, many], wanted)
+        check_settings([control, many], expected)
     assert refused.value.message == (
         "topic r.trajectories exists with 2 partitions, not 4; "
         "topic r.control exists with records of at most 1032204 bytes, expected 10485760; "
@@ -75,7 +75,7 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
     )
     fits = {
         name: replace(spec, partitions=min(2, spec.partitions), max_record_bytes=1032204)
-        for name, spec in wanted.items()
+        for name, spec in expected.items()
     }
     check_settings([replace(control, partitions=6), many], fits)
 
@@ -101,8 +101,8 @@ def test_what_is_weaker_than_it_could_be_is_told_and_used(
 
 def test_a_command_in_a_hint_can_be_pasted() -> None:
     facts = replace(topic(retention_ms="1"), servers="k1.example:9092,k2.example:9092")
-    (found,) = problems_of(facts)
-    command = found.hint[found.hint.index("kafka-configs.sh") :]
+    (problem,) = problems_of(facts)
+    command = problem.hint[problem.hint.index("kafka-configs.sh") :]
     assert command.split()[0] in TOOLS
     assert command == (
         "kafka-configs.sh --bootstrap-server k1.example:9092,k2.example:9092 --alter "
@@ -112,13 +112,13 @@ def test_a_command_in_a_hint_can_be_pasted() -> None:
 
 def test_what_is_refused_stands_before_what_is_told() -> None:
     facts = topic(retention_ms="1", cleanup_policy="compact")
-    assert [one.fatal for one in problems_of(facts)] == [True, False]
+    assert [problem.fatal for problem in problems_of(facts)] == [True, False]
 
 
 def test_followers_that_fetch_less_than_a_record_are_named_with_the_setting() -> None:
     limit = int(topic().settings["max.message.bytes"])
-    found = fetch_problem(topic(), 1_048_576)
-    assert found is not None and f"replica.fetch.max.bytes={limit}" in found.hint
+    problem = fetch_problem(topic(), 1_048_576)
+    assert problem is not None and f"replica.fetch.max.bytes={limit}" in problem.hint
     assert fetch_problem(topic(), limit) is None
     assert fetch_problem(topic(1), 1_048_576) is None, "one replica has no followers"
 

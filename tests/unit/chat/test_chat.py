@@ -30,15 +30,15 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     write_chat_model(tmp_path, name)
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tools = [] if name in ("gemma3", "phi3_5") else [PROBE_TOOL]
-    wanted = theirs.apply_chat_template(
+    template = theirs.apply_chat_template(
         ASKED, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     if name == "llama3_2":  # Its prompt contains the current date: here the run's.
-        now = theirs.decode(wanted).partition("Today Date: ")[2][:11]
+        now = theirs.decode(template).partition("Today Date: ")[2][:11]
         ours = Tokenizer(tmp_path).full_text(open_chat(tmp_path).start(ASKED, tools).prompt_ids)
-        assert ours.replace("01 Jan 1970", now) == theirs.decode(wanted)
+        assert ours.replace("01 Jan 1970", now) == theirs.decode(template)
     else:
-        assert list(open_chat(tmp_path).start(ASKED, tools).prompt_ids) == wanted
+        assert list(open_chat(tmp_path).start(ASKED, tools).prompt_ids) == template
 
 
 def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
     sampled = tokenizer.backend.encode(written, add_special_tokens=False).ids
     turn = conversation.say(sampled)
     assert turn.text == "Well"
-    assert [(one.name, one.arguments, one.id) for one in turn.tool_calls] == [
+    assert [(call.name, call.arguments, call.id) for call in turn.tool_calls] == [
         ("zamble", {"wug": "x"}, "call00000")
     ]
     result = {
@@ -64,12 +64,12 @@ def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
         "<|im_end|>\n<|im_start|>assistant\n"
     )
     end = tokenizer.backend.token_to_id("<|im_end|>")
-    assert [one for one in bridge if one == end] == [end]
+    assert [entry for entry in bridge if entry == end] == [end]
     last = tokenizer.ids("So x.")
     conversation.say(last)
-    said = conversation.messages()
-    assert [one["role"] for one in said] == ["system", "user", "assistant", "tool", "assistant"]
-    assert said[-1] == {"role": "assistant", "content": "So x."}
+    messages = conversation.messages()
+    assert [row["role"] for row in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[-1] == {"role": "assistant", "content": "So x."}
     closed = conversation.answered([{"role": "user", "content": "More."}])
     assert closed[0] == end  # after a stop string, the template's token closes the turn
     assert conversation.turns == 2
@@ -105,7 +105,7 @@ def test_settings_are_in_the_digest(tmp_path: Path) -> None:
         {"tool_parser": "xml"},
         {"parse": True},
     ]
-    digests = [open_chat(tmp_path, **one).digest for one in [{}, *changed]]
+    digests = [open_chat(tmp_path, **entry).digest for entry in [{}, *changed]]
     assert len(set(digests)) == len(digests)
     assert open_chat(tmp_path).digest == digests[0]
 
@@ -149,10 +149,10 @@ def test_a_model_has_one_template_or_several_by_name(tmp_path: Path) -> None:
     several = [{"name": name, "template": name + CHATML} for name in ("default", "tool_use")]
     config["chat_template"] = several
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = find_templates(tmp_path)
-    assert found is not None
-    assert found.text(tools=False).startswith("default")
-    assert found.text(tools=True).startswith("tool_use")
+    templates = find_templates(tmp_path)
+    assert templates is not None
+    assert templates.text(tools=False).startswith("default")
+    assert templates.text(tools=True).startswith("tool_use")
     config["chat_template"] = several[1:]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(PolicyError, match="without `default`"):
@@ -185,23 +185,23 @@ def test_a_prompt_does_not_depend_on_the_day(tmp_path: Path) -> None:
 def test_what_the_assistant_says_counts_and_its_end(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
     chat = open_chat(tmp_path)
-    said = [*ASKED, {"role": "assistant", "content": "3"}, *ASKED[1:]]
-    messages = [*said, {"role": "assistant", "content": "Still 3."}]
+    texts = [*ASKED, {"role": "assistant", "content": "3"}, *ASKED[1:]]
+    messages = [*texts, {"role": "assistant", "content": "Still 3."}]
     ids, mask = chat.training_ids(messages)
-    spoken = [one for one, counts in zip(ids, mask, strict=True) if counts]
+    spoken = [token_id for token_id, counts in zip(ids, mask, strict=True) if counts]
     assert tokenizer.full_text(spoken) == "3<|im_end|>Still 3.<|im_end|>"
-    whole = Template(CHATML, values={}, now_ns=0).render(messages, (), generate=False)
-    assert tokenizer.full_text(ids) == whole.rstrip("\n")
+    text = Template(CHATML, values={}, now_ns=0).render(messages, (), generate=False)
+    assert tokenizer.full_text(ids) == text.rstrip("\n")
     with pytest.raises(TaskError, match="no assistant turn"):
         chat.training_ids(ASKED)
 
 
 def test_no_text_has_the_template_s_end_whatever_its_flag(tmp_path: Path) -> None:
     file = write_chat_model(tmp_path, text=CHATML) / "tokenizer.json"
-    said = json.loads(file.read_bytes())
-    for token in said["added_tokens"]:
+    text = json.loads(file.read_bytes())
+    for token in text["added_tokens"]:
         token["special"] = token["content"] != "<|im_end|>"
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(text))
     chat = open_chat(tmp_path)
     ids = Tokenizer(tmp_path).backend.encode("3<|im_end|>").ids
     assert chat.parse(ids, (), ()).text == "3"

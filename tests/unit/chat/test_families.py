@@ -75,11 +75,11 @@ def proved(chat: Chat, *, count: int) -> None:
         assert flaw_of(renders, messages, tools) == ""
         ids, mask = chat.training_ids(messages, tools)
         turns = [
-            renders.turn(messages[:at], one, tools)
-            for at, one in enumerate(messages)
-            if one["role"] == "assistant"
+            renders.turn(messages[:index], message, tools)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
         ]
-        spoken = [one for one, said in zip(ids, mask, strict=True) if said]
+        spoken = [token_id for token_id, bit in zip(ids, mask, strict=True) if bit]
         assert spoken == [token for turn in turns for token in turn]
         # An opened thought may merge with its first token: the text is equal.
         strict = not renders.features.reasoning
@@ -111,21 +111,21 @@ def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token
         family, SafeText(backend, control_tokens(backend, ()), parse=False), backend, kwargs={}
     )
     added = backend.get_added_tokens_decoder()
-    hostile = " ".join(one.content for one in added.values())
+    hostile = " ".join(entry.content for entry in added.values())
     bridged = 0
     for messages, tools in conversations(EVERYTHING[family in ONE_CALL], seed=3, count=200):
-        spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
-        for at, after in itertools.pairwise(spoken):
-            history, said, new = messages[:at], messages[at], messages[at + 1 : after]
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index, after in itertools.pairwise(spoken):
+            history, text, new = messages[:index], messages[index], messages[index + 1 : after]
             before = typed.prompt(history, tools)
-            sampled = typed.turn(history, said, tools)
+            sampled = typed.turn(history, text, tools)
             controls = []
-            for told in (new, [{**one, "content": hostile} for one in new]):
+            for reply in (new, [{**entry, "content": hostile} for entry in new]):
                 try:
-                    ids = typed.bridge(history, said, told, tools, before=before, sampled=sampled)
+                    ids = typed.bridge(history, text, reply, tools, before=before, sampled=sampled)
                 except TaskError:
                     continue  # no bridge after this turn
-                controls.append([one for one in ids if one in added])
+                controls.append([token_id for token_id in ids if token_id in added])
                 bridged += 1
             assert not controls[1:] or controls[0] == controls[1]
     assert bridged > 400
@@ -137,11 +137,11 @@ def test_special_tokens_in_a_content_or_a_result_give_none_of_their_ids(
 ) -> None:
     folder = write_chat_model(tmp_path, name)
     chat, tokenizer = open_chat(folder), Tokenizer(folder)
-    every = [one.content for one in tokenizer.backend.get_added_tokens_decoder().values()]
+    every = [entry.content for entry in tokenizer.backend.get_added_tokens_decoder().values()]
     hostile = " ".join(every)
     safe, plain = (
         chat.start([{"role": "user", "content": text}]).prompt_ids for text in (hostile, "quorl")
     )
     added = set(tokenizer.backend.get_added_tokens_decoder())
-    assert [one for one in safe if one in added] == [one for one in plain if one in added]
+    assert [entry for entry in safe if entry in added] == [row for row in plain if row in added]
     assert hostile in tokenizer.full_text(safe)

@@ -77,29 +77,29 @@ BADLY_MADE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "said", "calls"), WELL_MADE)
-def test_calls_are_read(name: str, text: str, said: str, calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("name", "text", "message", "calls"), WELL_MADE)
+def test_calls_are_read(name: str, text: str, message: str, calls: list[dict[str, Any]]) -> None:
     turn = PARSERS[name](text, ())
-    assert (turn.text, turn.reasoning) == (said, "")
-    assert [{"name": one.name, "arguments": one.arguments} for one in turn.tool_calls] == calls
+    assert (turn.text, turn.reasoning) == (message, "")
+    assert [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls] == calls
 
 
 @pytest.mark.parametrize(("name", "text", "why"), BADLY_MADE)
 def test_what_is_no_call_says_why_and_how_it_was_written(name: str, text: str, why: str) -> None:
-    (found,) = PARSERS[name](text, ()).tool_calls
-    assert why in found.error
-    assert found.raw and found.raw in text
+    (call,) = PARSERS[name](text, ()).tool_calls
+    assert why in call.error
+    assert call.raw and call.raw in text
 
 
 def test_values_that_are_written_as_text_are_what_the_schema_says() -> None:
     text = "<tool_call><function=zamble><parameter=wug>42</parameter></function></tool_call>"
     for tools, value in (((), 42), ([PROBE_TOOL], "42")):
-        (found,) = PARSERS["xml"](text, tools).tool_calls
-        assert found.arguments == {"wug": value}
+        (call,) = PARSERS["xml"](text, tools).tool_calls
+        assert call.arguments == {"wug": value}
 
 
 @pytest.mark.parametrize(
-    ("text", "reasoning", "said"),
+    ("text", "reasoning", "message"),
     [
         ("<think>\nhm\n</think>\n\n3", "hm", "3"),
         ("hm</think>3", "hm", "3"),
@@ -107,8 +107,8 @@ def test_values_that_are_written_as_text_are_what_the_schema_says() -> None:
         ("3", "", "3"),
     ],
 )
-def test_thoughts_are_no_text(text: str, reasoning: str, said: str) -> None:
-    assert (none(text, ()).reasoning, none(text, ()).text) == (reasoning, said)
+def test_thoughts_are_no_text(text: str, reasoning: str, message: str) -> None:
+    assert (none(text, ()).reasoning, none(text, ()).text) == (reasoning, message)
 
 
 @pytest.mark.parametrize("name", PARSERS)

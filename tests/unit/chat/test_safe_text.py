@@ -29,25 +29,27 @@ def byte_level() -> tokenizers.Tokenizer:
 def metaspace(scheme: str) -> tokenizers.Tokenizer:
     """Return a Unigram tokenizer of letters with an added unknown token, as in older models."""
     letters = [chr(code) for code in range(33, 127)]
-    made = tokenizers.Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("▁", -1.0), *((one, -2.0) for one in letters)], unk_id=0)
+    tokenizer = tokenizers.Tokenizer(
+        models.Unigram(
+            [("<unk>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in letters)], unk_id=0
+        )
     )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    made.add_special_tokens(
-        [AddedToken(one, normalized=False, special=True) for one in (*SPECIAL, "<unk>")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(
+        [AddedToken(entry, normalized=False, special=True) for entry in (*SPECIAL, "<unk>")]
     )
-    return made
+    return tokenizer
 
 
 @functools.cache
 def lower_case() -> tokenizers.Tokenizer:
     """Return a tokenizer that normalizes case: capitals also match its tokens."""
-    made = bpe({"<s>"})
-    made.normalizer = normalizers.Lowercase()
-    made.add_tokens([AddedToken("<|im_start|>", normalized=True)])
-    made.add_tokens([AddedToken("<|im_end|>", normalized=True, rstrip=True)])
-    return made
+    new_bpe = bpe({"<s>"})
+    new_bpe.normalizer = normalizers.Lowercase()
+    new_bpe.add_tokens([AddedToken("<|im_start|>", normalized=True)])
+    new_bpe.add_tokens([AddedToken("<|im_end|>", normalized=True, rstrip=True)])
+    return new_bpe
 
 
 BACKENDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -81,9 +83,13 @@ def test_a_conversation_has_the_control_tokens_of_its_template_alone(
     messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
     mark = safe.mark_for(messages)
     ids = safe.ids(template().render(safe.marked(messages, mark), (), generate=True), mark)
-    start, end = (backend.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>"))
-    said = [one for one in ids if one in safe.control and safe.control[one] != "<unk>"]
-    assert said == [start, end, start, end, start]
+    start, end = (backend.token_to_id(entry) for entry in ("<|im_start|>", "<|im_end|>"))
+    texts = [
+        token_id
+        for token_id in ids
+        if token_id in safe.control and safe.control[token_id] != "<unk>"
+    ]
+    assert texts == [start, end, start, end, start]
     if name == "byte level":
         text = template().render(messages, (), generate=True)
         assert backend.decode(ids, skip_special_tokens=False) == text
@@ -96,14 +102,14 @@ def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
 ) -> None:
     backend = BACKENDS[name]()
     safe = SafeText(backend, control_tokens(backend, [CHATML]), parse=False)
-    if any(one in text for one in SPECIAL):
+    if any(token in text for token in SPECIAL):
         return
     mark = safe.mark_for(text)
     rendered = f"<|im_start|>user {text}<|im_end|> x<|im_start|>"
     # Encoding by stretches equals encoding at once.
     marked = rendered.replace("user", "us" + mark + "er")
-    whole = backend.encode(rendered, add_special_tokens=False).ids
-    assert safe.ids(rendered, mark) == whole == safe.ids(marked, mark)
+    ids = backend.encode(rendered, add_special_tokens=False).ids
+    assert safe.ids(rendered, mark) == ids == safe.ids(marked, mark)
 
 
 def test_a_mark_stands_nowhere_in_the_data() -> None:

@@ -238,8 +238,8 @@ def test_unknown_key_is_refused_with_the_nearest_one(
     file: Path, added: str, message: str, hint: str
 ) -> None:
     file.write_text(SMALL + added)
-    said, hinted = refusal(file)
-    assert said == message
+    text, hinted = refusal(file)
+    assert text == message
     assert hint in (hinted or "")
 
 

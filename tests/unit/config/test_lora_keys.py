@@ -23,7 +23,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def problems(**sections: dict[str, Any]) -> list[str]:
-    return [one.text for one in problems_of(config(**sections))]
+    return [problem.text for problem in problems_of(config(**sections))]
 
 
 def test_no_adapter_is_the_default() -> None:
@@ -42,7 +42,7 @@ def test_adapter_of_every_linear_layer_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "wanted"),
+    ("sections", "expected"),
     [
         (
             {"lora": {"rank": 4, "targets": ["lm_head"]}},
@@ -55,16 +55,16 @@ def test_adapter_of_every_linear_layer_fits() -> None:
         ({"lora": {"rank": 4}, "staleness": {"partial_rollout": True}}, "need no interruption"),
     ],
 )
-def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted: str) -> None:
-    (found,) = problems(**sections)
-    assert wanted in found
+def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], expected: str) -> None:
+    (problem,) = problems(**sections)
+    assert expected in problem
 
 
 def test_resumed_run_has_the_same_adapter_and_as_much_room_as_it_likes() -> None:
     first = config(lora={"rank": 4})
     other = config(lora={"rank": 8}, workers={"max_resident_versions": 9})
-    frozen, told, free = changed_keys(first, other)
-    assert (set(frozen), set(told), set(free)) == (
+    frozen, reply, free = changed_keys(first, other)
+    assert (set(frozen), set(reply), set(free)) == (
         {"lora.rank"},
         set(),
         {"workers.max_resident_versions"},

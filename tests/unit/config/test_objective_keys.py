@@ -27,29 +27,29 @@ def config(**objective: Any) -> Config:
     return from_plain({**PLAIN, **teacher, "objective": objective})
 
 
-def objective_of(made: Config) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(made.objective)
+def objective_of(config: Config) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(config.objective)
     assert plain.pop("options") == {}
     return {key: value for key, value in plain.items() if value is not None}
 
 
 def test_every_kind_and_every_key_is_known_on_both_sides() -> None:
-    known = {key for row in BUILT_IN.values() for key in row.keys} | set(CONDITIONAL)
-    assert known | {"kind", *FOR_GOOD} == set(Objective.__struct_fields__)
+    known_before = {key for row in BUILT_IN.values() for key in row.keys} | set(CONDITIONAL)
+    assert known_before | {"kind", *FOR_GOOD} == set(Objective.__struct_fields__)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_kind_has_a_value_for_every_key_it_uses_and_none_for_others(kind: str) -> None:
-    found = objective_of(config(kind=kind))
-    assert set(found) == {"kind", *uses({"kind": kind})}
-    assert {key: found[key] for key in BUILT_IN[kind].keys} == dict(BUILT_IN[kind].keys)
+    objective = objective_of(config(kind=kind))
+    assert set(objective) == {"kind", *uses({"kind": kind})}
+    assert {key: objective[key] for key in BUILT_IN[kind].keys} == dict(BUILT_IN[kind].keys)
 
 
 def test_configuration_without_an_objective_is_grpo_as_it_was() -> None:
     old = {"clip_low": 0.2, "clip_high": 0.28, "loss": "token-mean", "advantage_std": True}
-    found = objective_of(from_plain(PLAIN))
-    assert found["kind"] == "grpo"
-    assert {key: found[key] for key in (*old, "kl_coef")} == {**old, "kl_coef": 0.0}
+    objective = objective_of(from_plain(PLAIN))
+    assert objective["kind"] == "grpo"
+    assert {key: objective[key] for key in (*old, "kl_coef")} == {**old, "kl_coef": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_what_is_shown_is_read_back_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_settings_of_a_step_hold_the_keys_of_the_kind_and_no_empty_ones() -> None:
-    found = settings_in_force(config(kind="topr"), 0)
-    named = {key for key in found if key.startswith("objective.")}
+    settings = settings_in_force(config(kind="topr"), 0)
+    named = {key for key in settings if key.startswith("objective.")}
     assert named == {"objective.kind", *(f"objective.{key}" for key in uses({"kind": "topr"}))}
-    assert None not in found.values()
+    assert None not in settings.values()
 
 
 def test_every_key_of_the_objective_but_two_may_change_between_steps() -> None:
@@ -137,9 +137,9 @@ def test_every_key_of_the_objective_but_two_may_change_between_steps() -> None:
 def test_another_kind_starts_from_its_own_defaults() -> None:
     before = config(kl_coef=0.1, clip_low=0.3)
     after = with_settings(before, {"objective.kind": "gspo", "objective.clip_high": 0.5})
-    found = objective_of(after)
+    objective = objective_of(after)
     expected = {**BUILT_IN["gspo"].keys, "clip_high": 0.5}
-    assert {key: found[key] for key in expected} == expected
+    assert {key: objective[key] for key in expected} == expected
 
 
 def test_set_keeps_the_other_keys_of_the_same_kind() -> None:
@@ -169,9 +169,9 @@ def test_key_that_was_changed_is_not_forgotten() -> None:
 def test_own_kind_has_the_keys_of_all_and_its_options_reach_the_step(tmp_path: Path) -> None:
     own = config(kind="mine:MINE", mask="token", options={"beta": 2.0, "how": "soft"})
     assert own.objective.proximal == "behaviour" and own.objective.clip_low is None
-    found = settings_in_force(own, 0)
-    assert found["objective.options.beta"] == 2.0 and found["objective.options.how"] == "soft"
-    assert step_settings({**OF_TRAINER, **found}).objective == own.objective
+    settings = settings_in_force(own, 0)
+    assert settings["objective.options.beta"] == 2.0 and settings["objective.options.how"] == "soft"
+    assert step_settings({**OF_TRAINER, **settings}).objective == own.objective
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(own))
     assert load_config(file, []).objective == own.objective
@@ -241,5 +241,5 @@ def test_teacher_goes_with_any_kind_and_any_temperature_of_a_directory() -> None
     for kind in BUILT_IN:
         weight = {} if kind == "distill" else {"teacher_weight": 0.1}
         plain = {**PLAIN, "teacher": THERE, "sampling": {"temperature": 0.7}}
-        found = from_plain({**plain, "objective": {"kind": kind, **weight}})
-        assert found.objective.teacher_weight == weight.get("teacher_weight", 1.0)
+        result = from_plain({**plain, "objective": {"kind": kind, **weight}})
+        assert result.objective.teacher_weight == weight.get("teacher_weight", 1.0)

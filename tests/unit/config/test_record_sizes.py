@@ -50,7 +50,7 @@ def largest_round_bytes(config: Config, seed: int) -> int:
     world.run()
     decisions = TopicPartition(world.topics.decisions, 0)
     return max(
-        len(one.value) for one in records_of(world.bus, {decisions: world.bus.end(decisions)})
+        len(record.value) for record in records_of(world.bus, {decisions: world.bus.end(decisions)})
     )
 
 
@@ -69,9 +69,9 @@ def test_no_round_of_a_run_is_larger_than_the_check_thinks(seed: int) -> None:
         staleness__max_staleness=2,
         evaluation__prompts=chance.choice([0, 4, 60]),
     )
-    found, thought = largest_round_bytes(config, seed), round_bytes(config)
-    assert found <= thought
-    assert thought < 6 * found + 8192, "a check that refuses what would fit is no use either"
+    actual_bytes, thought = largest_round_bytes(config, seed), round_bytes(config)
+    assert actual_bytes <= thought
+    assert thought < 6 * actual_bytes + 8192, "a check that refuses what would fit is no use either"
 
 
 def test_a_batch_beyond_the_records_of_the_log_is_refused_with_the_size_that_it_needs(
@@ -106,10 +106,10 @@ def test_a_commit_names_the_tensors_too_and_is_refused_with_the_size_that_it_nee
     small, names = ["bus.max_record_bytes=131072", "evaluation.prompts=0"], 200_000
     config = load_config(file, [*small, "rollout.prompts_per_step=8"])
     assert commit_problem(config, 1000) is None
-    found = commit_problem(config, names)
-    assert found is not None and found.hint is not None
-    assert f"{names} of them the names of the model's tensors" in found.text
-    needed = found.hint.split(" = ")[1].split()[0]
+    problem = commit_problem(config, names)
+    assert problem is not None and problem.hint is not None
+    assert f"{names} of them the names of the model's tensors" in problem.text
+    needed = problem.hint.split(" = ")[1].split()[0]
     raised = load_config(
         file, [*small, "rollout.prompts_per_step=8", f"bus.max_record_bytes={needed}"]
     )
@@ -119,8 +119,8 @@ def test_a_commit_names_the_tensors_too_and_is_refused_with_the_size_that_it_nee
 
 def test_no_key_makes_a_commit_fit_that_no_reader_would_take(file: Path) -> None:
     config = load_config(file, ["evaluation.prompts=0"])
-    found = commit_problem(config, RECORD_BYTES_MAX)
-    assert found is not None and found.hint is not None and "fewer groups" in found.hint
+    problem = commit_problem(config, RECORD_BYTES_MAX)
+    assert problem is not None and problem.hint is not None and "fewer groups" in problem.hint
 
 
 def test_commits_of_an_adapter_name_few_tensors(file: Path) -> None:

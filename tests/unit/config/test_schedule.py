@@ -46,7 +46,7 @@ def test_rate_grows_in_equal_parts_to_its_peak_then_falls_to_the_least_and_stays
     assert rates[warmup] == pytest.approx(2.0, rel=1e-15)
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
     assert rates[end:] == [2.0 * least] * 3
-    assert all(0 <= one <= 2.0 for one in rates)
+    assert all(0 <= rate <= 2.0 for rate in rates)
 
 
 @given(FALLING, SHAPES, LEAST)
@@ -57,8 +57,8 @@ def test_no_step_falls_by_more_than_its_share_of_the_curve(
     length = shape["end"] - shape["warmup"]
     for step in range(shape["warmup"], shape["end"]):
         now, after = (
-            rate_of(at, peak=1.0, schedule=schedule, least=least, **shape)
-            for at in (step, step + 1)
+            rate_of(position, peak=1.0, schedule=schedule, least=least, **shape)
+            for position in (step, step + 1)
         )
         assert now - after <= (1 - least) * steepest / length + 1e-12
 
@@ -67,8 +67,8 @@ def test_no_step_falls_by_more_than_its_share_of_the_curve(
 def test_cosine_is_that_of_the_library_to_its_last_digits(step: int, shape: dict[str, int]) -> None:
     ours = rate_of(step, peak=1.0, schedule="cosine", least=0.0, **shape)
     if shape["warmup"] <= step <= shape["end"]:
-        gone = (step - shape["warmup"]) / (shape["end"] - shape["warmup"])
-        assert ours == pytest.approx((1 + math.cos(math.pi * gone)) / 2, abs=4e-16)
+        removed = (step - shape["warmup"]) / (shape["end"] - shape["warmup"])
+        assert ours == pytest.approx((1 + math.cos(math.pi * removed)) / 2, abs=4e-16)
 
 
 @given(st.integers(0, 1000), st.floats(1e-9, 10))
@@ -117,14 +117,14 @@ def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
     ],
 )
 def test_schedule_that_cannot_be_meant_is_refused(trainer: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: ") as found:
+    with pytest.raises(ConfigError, match=f"^{key}: ") as raised:
         config(**trainer)
-    assert found.value.hint
+    assert raised.value.hint
 
 
 def test_names_of_other_systems_are_answered_with_ours() -> None:
     assert set(ELSEWHERE.values()) <= set(leaves(config()))
     for name, ours in ELSEWHERE.items():
-        with pytest.raises(ConfigError, match=f"unknown key `trainer.{name}`") as found:
+        with pytest.raises(ConfigError, match=f"unknown key `trainer.{name}`") as raised:
             config(**{name: 1})
-        assert f"`{ours}`" in (found.value.hint or "")
+        assert f"`{ours}`" in (raised.value.hint or "")

@@ -48,13 +48,13 @@ sampling = {{ top_k = 5 }}
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (found := tmp_path / "run.toml").write_text(SEVERAL)
-    return found
+    (path := tmp_path / "run.toml").write_text(SEVERAL)
+    return path
 
 
 def test_all_are_read_with_paths_directories_and_sampling_of_their_own(file: Path) -> None:
     config = load_config(file, ())
-    assert [(one.name, one.ratio, one.directory) for one in config.tasks] == [
+    assert [(task.name, task.ratio, task.directory) for task in config.tasks] == [
         ("add", 3.0, str(file.parent)),
         ("tools", 1.0, str(file.parent)),
     ]
@@ -87,7 +87,7 @@ def test_a_run_with_one_has_the_plain_values_that_it_had(tmp_path: Path) -> None
 def test_overrides_name_one(file: Path) -> None:
     words = ("task.tools.max_turns=3", "evaluation.easy.sampling.top_k=7", "task.add.options.a=1")
     config = load_config(file, words)
-    assert [one.most_turns for one in config.tasks] == [8, 3]
+    assert [task.most_turns for task in config.tasks] == [8, 3]
     assert config.task.options == {"n_max": 9, "a": 1}
     assert config.evaluation.sampling.top_k == 7
     moved = load_config(file, ("evaluation.hard.data=other.jsonl",))
@@ -95,7 +95,7 @@ def test_overrides_name_one(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "text"),
     [
         ("task.max_turns=3", "task.max_turns: name one of add, tools"),
         ("task.tool.max_turns=3", "task.tool: name one of add, tools"),
@@ -108,10 +108,10 @@ def test_overrides_name_one(file: Path) -> None:
         ("evaluation.hard.task=none", "evaluation.task: unknown task none"),
     ],
 )
-def test_what_means_nothing_is_one_line(file: Path, word: str, said: str) -> None:
-    with pytest.raises(ConfigError) as found:
+def test_what_means_nothing_is_one_line(file: Path, word: str, text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
         load_config(file, (word,))
-    assert found.value.message.startswith(said)
+    assert raised.value.message.startswith(text)
 
 
 def test_frozen_keys_of_each_stay(file: Path) -> None:
@@ -128,8 +128,10 @@ def test_frozen_keys_of_each_stay(file: Path) -> None:
 
 def test_task_processes_are_shared_where_the_data_are(file: Path) -> None:
     config = load_config(file, ("evaluation.easy.task=tools",))
-    found = [(one.task.name, one.task.eval_data[-10:], one.sources) for one in pool_specs(config)]
-    assert found == [
+    results = [
+        (spec.task.name, spec.task.eval_data[-10:], spec.sources) for spec in pool_specs(config)
+    ]
+    assert results == [
         ("add", "", ("train/add",)),
         ("tools", "", ("train/tools", "eval/easy")),
         ("tools", "hard.jsonl", ("eval/hard",)),
@@ -152,5 +154,5 @@ def test_processes_of_an_evaluation_with_data_of_its_own_open_no_others(tmp_path
 def test_each_machine_has_its_own_processes_and_folders(file: Path) -> None:
     config = load_config(file, ())
     local = load_config(file, ("task.tools.processes=3", "task.add.ratio=9"))
-    found = with_tasks_of(config, local)
-    assert [(one.processes, one.ratio) for one in found.tasks] == [(1, 3.0), (3, 1.0)]
+    tasks = with_tasks_of(config, local)
+    assert [(task.processes, task.ratio) for task in tasks.tasks] == [(1, 3.0), (3, 1.0)]

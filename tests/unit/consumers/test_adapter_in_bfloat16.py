@@ -50,22 +50,22 @@ class Policy:
         self.weights = self.store.weights_path(self.manifest.digest)
 
     def trainer(self, options: TorchOptions = PLAIN, weights: Path | None = None) -> TorchLearner:
-        made = TorchLearner(self.assets, reference=weights or self.weights, options=options)
+        learner = TorchLearner(self.assets, reference=weights or self.weights, options=options)
         digest = self.manifest.digest
         if weights is not None:
             digest = write_as(weights, "float32", weights.with_suffix(".again")).digest
-        made.load(weights or self.weights, digest=digest, optimizer=None)
-        return made
+        learner.load(weights or self.weights, digest=digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Policy]:
-    made: dict[str, Policy] = {}
+    policies: dict[str, Policy] = {}
 
     def policy(name: str) -> Policy:
-        if name not in made:
-            made[name] = Policy(tmp_path_factory.mktemp(name), MODELS[name], "bfloat16")
-        return made[name]
+        if name not in policies:
+            policies[name] = Policy(tmp_path_factory.mktemp(name), MODELS[name], "bfloat16")
+        return policies[name]
 
     return policy
 
@@ -83,7 +83,7 @@ def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = S
 def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
     steps(trainer, settings={**SETTINGS, "trainer.minibatches": 1})
     named = trainer._model.parameters()
-    return {name: one.grad.clone() for name, one in named if one.grad is not None}
+    return {name: entry.grad.clone() for name, entry in named if entry.grad is not None}
 
 
 AGAIN = replace(CHUNKED, gradient_checkpointing=True, packing=True)
@@ -112,9 +112,12 @@ def test_a_base_that_is_held_narrow_gives_the_bits_of_one_in_float32(
     with torch.no_grad():
         for matrix, other in wide._model.parameters():
             other.copy_(begun[matrix])
-    found, wanted = gradients(narrow), gradients(wide)
-    assert found.keys() == wanted.keys() and len(found) > 0
-    assert all(torch.equal(one, wanted[matrix]) for matrix, one in found.items())
+    actual_gradients, expected_gradients = gradients(narrow), gradients(wide)
+    assert actual_gradients.keys() == expected_gradients.keys() and len(actual_gradients) > 0
+    assert all(
+        torch.equal(gradient, expected_gradients[matrix])
+        for matrix, gradient in actual_gradients.items()
+    )
 
 
 def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its_type(
@@ -129,7 +132,7 @@ def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its
     published = trainer.save_weights(tmp_path / "weights")
     assert published.dtype == "bfloat16" and stands_on(published, policy.manifest.digest)
     assert base_of(tmp_path / "weights") == policy.manifest.digest
-    kinds = {one.dtype for one in read_entries(tmp_path / "weights") if "lora_" in one.name}
+    kinds = {entry.dtype for entry in read_entries(tmp_path / "weights") if "lora_" in entry.name}
     assert kinds == {"BF16"}
     assert trainer.numerics()["policies"] == "bfloat16"
 
@@ -141,15 +144,17 @@ def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_
     steps(trainer, settings=SETTINGS)
     first = store.publish_weights(trainer.save_weights)
     steps(trainer, settings=SMALL)
-    made = store.publish_version(trainer.save_weights, before=first.digest, whole=False)
-    assert made.change is not None and made.delta is not None and not made.whole
-    assert 0 < made.change.changed < made.change.elements
-    assert store.verify(made.manifest.digest) == made.manifest
+    version = store.publish_version(trainer.save_weights, before=first.digest, whole=False)
+    assert version.change is not None and version.delta is not None and not version.whole
+    assert 0 < version.change.changed < version.change.elements
+    assert store.verify(version.manifest.digest) == version.manifest
     trainer.save_optimizer(tmp_path / "state")
-    beyond = [one for one in read_entries(tmp_path / "state") if one.name.startswith("remainder/")]
-    assert {one.dtype for one in beyond} == {"I16"}
+    beyond = [
+        entry for entry in read_entries(tmp_path / "state") if entry.name.startswith("remainder/")
+    ]
+    assert {entry.dtype for entry in beyond} == {"I16"}
     with mapped(tmp_path / "state") as data:
-        assert any(bool(read_tensor(data, one).any()) for one in beyond)
+        assert any(bool(read_tensor(data, entry).any()) for entry in beyond)
 
 
 def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:
@@ -165,9 +170,9 @@ def test_weights_and_adapters_of_a_run_in_the_other_type_are_refused(
     with pytest.raises(PolicyError, match="it is float32, not bfloat16"):
         weights = policy.store.weights_path(wide.digest)
         trainer.load(weights, digest=wide.digest, optimizer=None)
-    whole = write_as(policy.weights, "float32", tmp_path / "wide")
+    full = write_as(policy.weights, "float32", tmp_path / "wide")
     with pytest.raises(PolicyError, match="another type than version 0"):
-        trainer.load(tmp_path / "wide", digest=whole.digest, optimizer=None)
+        trainer.load(tmp_path / "wide", digest=full.digest, optimizer=None)
     steps(trainer)
     assert stands_on(trainer.manifest(), policy.manifest.digest)
 
@@ -177,15 +182,15 @@ def test_exported_adapter_says_what_the_run_said_and_merged_weights_round_it(
 ) -> None:
     trainer = policy.trainer()
     steps(trainer, 2, {**SETTINGS, "trainer.learning_rate": 1e-2})
-    made = policy.store.publish_weights(trainer.save_weights)
-    export_model(policy.store, made.digest, policy.assets.name, tmp_path / "out")
+    weights = policy.store.publish_weights(trainer.save_weights)
+    export_model(policy.store, weights.digest, policy.assets.name, tmp_path / "out")
     rows = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
-    said = trainer.score(rows)
+    score = trainer.score(rows)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     base: Any = AutoModelForCausalLM.from_pretrained(_exported(policy, tmp_path), dtype="float32")
     with safe_open(tmp_path / "out" / FOLDER / WEIGHTS, "pt") as file:
         matrices = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert {one.dtype for one in matrices.values()} == {torch.bfloat16}
+    assert {matrix.dtype for matrix in matrices.values()} == {torch.bfloat16}
     for layer in trainer._model.pairs.layers:  # type: ignore[attr-defined]
         a, b = (matrices[name(layer)].double() for name in (a_name, b_name))
         linear = base.get_submodule(layer)
@@ -193,13 +198,13 @@ def test_exported_adapter_says_what_the_run_said_and_merged_weights_round_it(
     base.double()
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
     assert merged.config.dtype == torch.float32
-    for (ids, mask), mine in zip(rows, said, strict=True):
+    for (ids, mask), mine in zip(rows, score, strict=True):
         assert mine == pytest.approx(_logprobs(base, ids, mask), abs=1e-5)
         assert mine == pytest.approx(_logprobs(merged, ids, mask), abs=0.05)
-    wanted = dict(base.named_parameters())
-    for name, one in merged.named_parameters():
-        exact = wanted[name].detach()
-        assert bool(((one.double() - exact).abs() <= HALF * exact.abs()).all()), name
+    parameters = dict(base.named_parameters())
+    for name, entry in merged.named_parameters():
+        exact = parameters[name].detach()
+        assert bool(((entry.double() - exact).abs() <= HALF * exact.abs()).all()), name
 
 
 def _exported(policy: Policy, folder: Path) -> Path:
@@ -209,4 +214,4 @@ def _exported(policy: Policy, folder: Path) -> Path:
 
 def _logprobs(model: Any, ids: list[int], mask: list[int]) -> list[float]:
     logits = torch.log_softmax(model(torch.tensor([ids])).logits[0].detach().double(), -1)
-    return [float(logits[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at]]
+    return [float(logits[index - 1, ids[index]]) for index in range(1, len(ids)) if mask[index]]

@@ -24,9 +24,9 @@ rewards = st.lists(
 
 
 def test_advantage_is_distance_from_the_group_mean_in_standard_deviations() -> None:
-    found = group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=True)
+    advantages = group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=True)
     scale = statistics.stdev([1.0, 0.0, 0.0, 0.0]) + STD_FLOOR
-    assert found == pytest.approx([0.75 / scale, *[-0.25 / scale] * 3], rel=1e-12)
+    assert advantages == pytest.approx([0.75 / scale, *[-0.25 / scale] * 3], rel=1e-12)
 
 
 def test_invalid_sample_stays_none_and_does_not_move_the_others() -> None:
@@ -47,16 +47,20 @@ def test_group_without_a_difference_has_advantages_of_exactly_zero(
 def test_advantages_of_valid_samples_add_up_to_nothing_and_keep_their_order(
     values: list[float | None], divide_by_std: bool
 ) -> None:
-    found = group_advantages(values, divide_by_std=divide_by_std)
-    assert [one is None for one in found] == [one is None for one in values]
-    pairs = [(value, one) for value, one in zip(values, found, strict=True) if value is not None]
-    sizes = [abs(one) for _, one in pairs if one is not None]
-    total = math.fsum(one for _, one in pairs if one is not None)
+    advantages = group_advantages(values, divide_by_std=divide_by_std)
+    assert [advantage is None for advantage in advantages] == [value is None for value in values]
+    pairs = [
+        (value, advantage)
+        for value, advantage in zip(values, advantages, strict=True)
+        if value is not None
+    ]
+    sizes = [abs(entry) for _, entry in pairs if entry is not None]
+    total = math.fsum(entry for _, entry in pairs if entry is not None)
     assert abs(total) <= 1e-9 * max(1.0, *sizes, 1.0) * max(1, len(pairs))
     ordered = sorted(pairs)
     assert all(
-        left[1] is not None and right[1] is not None and left[1] <= right[1] + 1e-12
-        for left, right in itertools.pairwise(ordered)
+        remaining[1] is not None and right[1] is not None and remaining[1] <= right[1] + 1e-12
+        for remaining, right in itertools.pairwise(ordered)
     )
 
 
@@ -80,32 +84,32 @@ def test_constant_weighs_every_token_alike_whatever_the_lengths_are() -> None:
 def test_leave_one_out_compares_each_reward_with_the_mean_of_the_others(
     values: list[float | None],
 ) -> None:
-    found = leave_one_out_advantages(values, divide_by_std=False)
-    valid = [place for place, value in enumerate(values) if value is not None]
-    for place, value in enumerate(values):
-        others = [values[other] for other in valid if other != place]
+    advantages = leave_one_out_advantages(values, divide_by_std=False)
+    valid = [index for index, value in enumerate(values) if value is not None]
+    for index, value in enumerate(values):
+        rest = [values[other] for other in valid if other != index]
         if value is None:
-            assert found[place] is None
-        elif not others:
-            assert found[place] == 0.0
+            assert advantages[index] is None
+        elif not rest:
+            assert advantages[index] == 0.0
         else:
-            known = [other for other in others if other is not None]
-            expected = value - math.fsum(known) / len(known)
-            assert found[place] == pytest.approx(expected, abs=1e-9)
+            earlier_rest = [other for other in rest if other is not None]
+            expected = value - math.fsum(earlier_rest) / len(earlier_rest)
+            assert advantages[index] == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), rewards), min_size=1, max_size=5), st.booleans())
 def test_version_baseline_of_one_version_is_one_large_group(
     groups: list[tuple[int, list[float | None]]], divide_by_std: bool
 ) -> None:
-    found = version_advantages(groups, divide_by_std=divide_by_std)
+    advantages = version_advantages(groups, divide_by_std=divide_by_std)
     for version in {version for version, _ in groups}:
-        pool = [one for other, values in groups if other == version for one in values]
+        pool = [value for other, values in groups if other == version for value in values]
         mine = [
-            one
-            for (other, _), values in zip(groups, found, strict=True)
+            value
+            for (other, _), values in zip(groups, advantages, strict=True)
             if other == version
-            for one in values
+            for value in values
         ]
         assert mine == group_advantages(pool, divide_by_std=divide_by_std)
 

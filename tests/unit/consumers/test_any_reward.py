@@ -33,9 +33,9 @@ def taken(reward: float) -> float | None:
 @given(likely)
 def test_what_the_tasks_process_takes_is_what_every_objective_can_train(reward: float) -> None:
     """See tests/contract/test_objective.py for larger values."""
-    found = taken(reward)
-    assert found is None or abs(found) <= REWARD_MAX
-    assert (found is None) == (abs(reward) > REWARD_MAX)
+    result = taken(reward)
+    assert result is None or abs(result) <= REWARD_MAX
+    assert (result is None) == (abs(reward) > REWARD_MAX)
 
 
 @pytest.mark.parametrize("advantage", RULES)
@@ -45,18 +45,20 @@ def test_what_an_old_log_holds_has_finite_advantages_or_is_named(
     advantage: Advantage, divided: bool, rewards: list[float | None]
 ) -> None:
     try:
-        (found,) = batch_advantages([(0, rewards)], advantage, divided)
+        (actual_advantage,) = batch_advantages([(0, rewards)], advantage, divided)
     except NonFinite as error:
         assert "a reward of size" in error.message
         assert "fail-batch" in str(error.hint)
     else:
-        assert all(math.isfinite(torch.tensor(one)) for one in found if one is not None)
+        assert all(
+            math.isfinite(torch.tensor(entry)) for entry in actual_advantage if entry is not None
+        )
 
 
 def test_a_trainer_says_of_an_old_logs_huge_reward_that_it_cannot_be_trained() -> None:
     batch = make_batch(seed=1, groups=1)
-    first, *others = batch.groups[0].trajectories
-    group = replace(batch.groups[0], trajectories=[replace(first, reward=1e200), *others])
+    first, *rest = batch.groups[0].trajectories
+    group = replace(batch.groups[0], trajectories=[replace(first, reward=1e200), *rest])
     batch = replace(batch, groups=[group])
     settings: dict[str, Any] = {**SETTINGS, "objective.kind": "grpo"}
     with pytest.raises(NonFinite, match=r"a reward of size 1e\+200") as caught:

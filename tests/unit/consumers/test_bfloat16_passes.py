@@ -35,9 +35,9 @@ class Policy:
 
     def trainer(self, dtype: ComputeDtype, options: TorchOptions = PLAIN) -> TorchLearner:
         chosen = replace(options, dtype=dtype)
-        made = TorchLearner(self.assets, reference=self.weights, options=chosen)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=chosen)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,15 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
     trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
     return {
-        name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
+        name: entry.grad.clone()
+        for name, entry in trainer._model.parameters()
+        if entry.grad is not None
     }
 
 
 def test_logprobs_are_those_of_float32_to_the_type_and_no_nearer(policy: Policy) -> None:
     rows = [([1, 7, 9, 30, 4], [0, 0, 1, 1, 1]), ([3, 5, 8], [0, 1, 1])]
-    narrow, wide = (policy.trainer(one).score(rows) for one in ("bfloat16", "float32"))
+    narrow, wide = (policy.trainer(entry).score(rows) for entry in ("bfloat16", "float32"))
     apart = np.abs(np.concatenate(narrow) - np.concatenate(wide))
     assert 0 < apart.max() < 8 * NARROW
 
@@ -69,9 +71,9 @@ def test_gradients_point_where_those_of_float32_do(policy: Policy, memory: Memor
     narrow = gradients(policy.trainer("bfloat16", options))
     wide = gradients(policy.trainer("float32", options))
     assert narrow.keys() == wide.keys()
-    for name, one in narrow.items():
-        assert one.dtype == torch.float32
-        apart = float((one - wide[name]).norm() / wide[name].norm())
+    for name, entry in narrow.items():
+        assert entry.dtype == torch.float32
+        apart = float((entry - wide[name]).norm() / wide[name].norm())
         assert 0 < apart < 0.05, name
 
 
@@ -96,32 +98,32 @@ def test_experts_are_computed_in_it(
     operands: set[torch.dtype] = set()
     plain = torch.nn.functional.grouped_mm
 
-    def spy(one: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor:
-        operands.update((one.dtype, other.dtype))
-        return plain(one, other, **named)
+    def spy(tensor: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor:
+        operands.update((tensor.dtype, other.dtype))
+        return plain(tensor, other, **named)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     memory = MemoryOptions(gradient_checkpointing=again)
     trainer = Policy(tmp_path, make_qwen3_moe).trainer(dtype, replace(PLAIN, memory=memory))
     operands.clear()
-    found = gradients(trainer)
+    actual_gradients = gradients(trainer)
     assert operands == {getattr(torch, dtype)}
-    experts = [one for name, one in found.items() if "experts" in name]
-    assert experts and all(one.dtype == torch.float32 and one.any() for one in experts)
+    experts = [gradient for name, gradient in actual_gradients.items() if "experts" in name]
+    assert experts and all(expert.dtype == torch.float32 and expert.any() for expert in experts)
 
 
 def test_head_in_chunks_computes_in_the_type_that_autocast_says_also_on_the_way_back() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 50, bias=True)
     hidden, targets = torch.randn(24, 16), torch.randint(50, (24,))
-    found = []
+    results = []
     for chunks in (1, 4):
         given = hidden.clone().requires_grad_()
         with computing("bfloat16", "cpu"):
             logprobs = head_logprobs(head, given, targets, temperature=0.7, chunks=chunks)
         (of_hidden, *of_head) = torch.autograd.grad(logprobs.sum(), [given, *head.parameters()])
-        found.append((logprobs.detach(), of_hidden, *of_head))
-    for once, cut in zip(*found, strict=True):
+        results.append((logprobs.detach(), of_hidden, *of_head))
+    for once, cut in zip(*results, strict=True):
         assert cut.dtype == torch.float32
         assert float((cut - once).norm() / once.norm()) < 2 * NARROW
-    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(results[0][0], results[1][0])

@@ -30,10 +30,10 @@ class Case:
                 "attempt": 0,
                 "incarnation": 7,
                 "partition": 0,
-                "offset": place,
+                "offset": index,
                 "sha256": SHA,
             }
-            for place, name in enumerate((ONE, TWO))
+            for index, name in enumerate((ONE, TWO))
         }
         self.trajectories = {
             name: make_trajectory(name, version=1, deadline=3) for name in (ONE, TWO)
@@ -51,7 +51,9 @@ class Case:
         group = TakenGroup(trajectories=taken, **self.group)
         groups = (group, group) if self.twice else (group,)
         decision = TakeBatch(reason="", step=self.step, attempt=1, groups=groups, settings={})
-        arrived = {name: self._arrived(one) for name, one in self.trajectories.items()}
+        arrived = {
+            name: self._arrived(trajectory) for name, trajectory in self.trajectories.items()
+        }
         return check_batch(decision, arrived, self.known)
 
     def _arrived(self, trajectory: Trajectory) -> Arrived:
@@ -93,7 +95,7 @@ def test_forged_take_batch_with_an_overdue_group_is_refused_by_the_header() -> N
     case.known = replace(case.known, next_step=4)
     case.group["deadline"] = 9  # the decision is wrong, the headers are right
     offenders = case.offenders()
-    assert [one.trajectory for one in offenders] == [ONE, TWO]
+    assert [offender.trajectory for offender in offenders] == [ONE, TWO]
     assert offenders[0].reason == "C3: its headers say deadline 3, this is step 4"
 
 
@@ -176,7 +178,7 @@ def test_trajectory_of_another_group_is_refused_although_its_headers_agree() -> 
 def test_group_that_the_batch_names_twice_is_refused() -> None:
     case = Case()
     case.twice = True
-    assert [one.reason for one in case.offenders()] == ["the batch names it twice"]
+    assert [offender.reason for offender in case.offenders()] == ["the batch names it twice"]
 
 
 def test_sample_that_the_batch_names_twice_is_refused() -> None:
@@ -190,7 +192,7 @@ def test_every_offender_is_named_at_once() -> None:
     case = Case()
     case.taken[ONE]["attempt"] = 5
     case.taken[TWO]["incarnation"] = 5
-    assert [one.trajectory for one in case.offenders()] == [ONE, TWO]
+    assert [offender.trajectory for offender in case.offenders()] == [ONE, TWO]
 
 
 def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) -> Case:
@@ -199,9 +201,9 @@ def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) 
     prompt, model = case.trajectories[TWO].segments
     stays = [
         msgspec.structs.replace(
-            model, start=model.start + at, end=model.start + at + 1, version=version
+            model, start=model.start + index, end=model.start + index + 1, version=version
         )
-        for at, version in enumerate(versions)
+        for index, version in enumerate(versions)
     ]
     assert stays[-1].end == model.end
     return case.change_trajectory(segments=[prompt, *stays]).change_meta(

@@ -39,7 +39,7 @@ def _passes(seed: int, groups: int, tokens: int) -> list[Pass]:
 
 
 def _who(passes: list[Pass]) -> list[str]:
-    return [unit.item.trajectory.trajectory for one in passes for unit in one.units]
+    return [unit.item.trajectory.trajectory for packed in passes for unit in packed.units]
 
 
 @given(
@@ -52,30 +52,32 @@ def test_every_trajectory_is_trained_by_one_rank_with_its_weight(
     seed: int, groups: int, tokens: int, ranks: int
 ) -> None:
     passes = _passes(seed, groups, tokens)
-    found = shares(passes, ranks=ranks)
-    assert len(found) == ranks
-    mine = [one for own in found for one in own]
+    actual_shares = shares(passes, ranks=ranks)
+    assert len(actual_shares) == ranks
+    mine = [entry for own in actual_shares for entry in own]
     assert sorted(_who(mine)) == sorted(_who(passes))
     weights = {item.trajectory.trajectory: w for p in passes for item, w in _rows(p)}
-    assert all(weights[item.trajectory.trajectory] == w for one in mine for item, w in _rows(one))
-    assert sorted(one.number for one in mine) == list(range(len(mine)))
-    assert all(len(one.units) == one.parts[0].rows for one in mine)
-    assert all(one.padded_tokens <= tokens or len(one.units) == 1 for one in mine)
-    counts = [len(own) for own in found]
+    assert all(
+        weights[item.trajectory.trajectory] == w for entry in mine for item, w in _rows(entry)
+    )
+    assert sorted(entry.number for entry in mine) == list(range(len(mine)))
+    assert all(len(entry.units) == entry.parts[0].rows for entry in mine)
+    assert all(entry.padded_tokens <= tokens or len(entry.units) == 1 for entry in mine)
+    counts = [len(own) for own in actual_shares]
     assert max(counts) - min(counts) <= 1
     rows = len(_who(passes))
     assert len(mine) >= min(ranks, rows)
 
 
-def _rows(one: Pass) -> list[tuple[Item, float]]:
-    return [(unit.item, unit.weight) for unit in one.units]
+def _rows(first_pass: Pass) -> list[tuple[Item, float]]:
+    return [(unit.item, unit.weight) for unit in first_pass.units]
 
 
 def test_order_of_the_passes_does_not_matter() -> None:
     passes = _passes(3, 4, 200)
     shuffled = passes[:]
     random.Random(0).shuffle(shuffled)
-    first, second = (shares(some, ranks=2) for some in (passes, shuffled))
+    first, second = (shares(subset, ranks=2) for subset in (passes, shuffled))
     assert [_who(own) for own in first] == [_who(own) for own in second]
 
 
@@ -93,16 +95,18 @@ def test_share_comes_in_the_order_it_was_asked_for_and_nothing_else_is_read(log:
     every = [pair for g in groups for pair in zip(g.places, g.trajectories, strict=True)]
     share = every[::9][::-1]
     reader = _reader(log)
-    found = reader.read([place for place, _ in share])
-    assert [one.trajectory for one in found] == [one.trajectory for _, one in share]
-    assert [list(one.token_ids) for one in found] == [list(one.token_ids) for _, one in share]
+    result = reader.read([location for location, _ in share])
+    assert [entry.trajectory for entry in result] == [entry.trajectory for _, entry in share]
+    assert [list(trajectory.token_ids) for trajectory in result] == [
+        list(trajectory.token_ids) for _, trajectory in share
+    ]
     assert reader.records == len(share)
     reader.close()
 
 
 def test_record_of_another_place_is_no_trajectory_of_the_batch(log: BatchLog) -> None:
-    one, two = log.logged(make_batch(seed=1)).groups[0].places[:2]
-    moved = LoggedAt(partition=one.partition, offset=two.offset, sha256=one.sha256)
+    entry, two = log.logged(make_batch(seed=1)).groups[0].places[:2]
+    moved = LoggedAt(partition=entry.partition, offset=two.offset, sha256=entry.sha256)
     with pytest.raises(InvariantBroken, match=f"offset {two.offset} has other bytes"):
         _reader(log).read([moved])
 

@@ -35,8 +35,8 @@ def test_views_of_a_storage_leave_once_and_still_see_it_when_it_is_back() -> Non
 
 
 def test_a_host_without_room_is_named_and_nothing_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = torch.randn(NUMBERS)
-    before, states = one.clone(), _states(one)
+    values = torch.randn(NUMBERS)
+    before, states = values.clone(), _states(values)
 
     def none_left(*given: Any, **more: Any) -> Tensor:
         raise RuntimeError("cannot allocate memory")
@@ -45,7 +45,7 @@ def test_a_host_without_room_is_named_and_nothing_has_left(monkeypatch: pytest.M
         patched.setattr(DeviceStates, "_piece", none_left)
         with pytest.raises(ResourceError, match="do not fit into the host's memory"):
             states.leave()
-    assert torch.equal(one, before)
+    assert torch.equal(values, before)
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +55,23 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> TorchLearner:
     policy, assets = import_model(store, make_llama_gqa(root / "model"), "bfloat16")
     weights: Path = store.weights_path(policy.digest)
     options = TorchOptions(micro_batch_tokens=256)
-    made = TorchLearner(store.assets_path(assets), reference=weights, options=options)
-    made.load(weights, digest=policy.digest, optimizer=None)
-    return made
+    learner = TorchLearner(store.assets_path(assets), reference=weights, options=options)
+    learner.load(weights, digest=policy.digest, optimizer=None)
+    return learner
 
 
 def test_nothing_of_a_torch_trainer_but_small_change_is_left_on_its_device(
     learner: TorchLearner,
 ) -> None:
     learner.train(make_batch(seed=0), {**SETTINGS, "objective.kl_coef": 0.1})
-    gradients = {id(one.grad) for _, one in learner._model.parameters()}
-    held = [one.untyped_storage() for one in learner._held() if id(one) not in gradients]
-    large = [one for one in held if one.nbytes() >= SMALL_BYTES]
+    gradients = {id(entry.grad) for _, entry in learner._model.parameters()}
+    held = [
+        storage.untyped_storage() for storage in learner._held() if id(storage) not in gradients
+    ]
+    large = [storage for storage in held if storage.nbytes() >= SMALL_BYTES]
     weights, moments, remainders, reference = 1, 2, 1, 1
     parameters = len(list(learner._model.parameters()))
     assert len(large) > parameters * (weights + moments + remainders + reference) / 2
     learner.leave_device()
-    assert {one.nbytes() for one in large} == {0}
-    assert all(one.grad is None for _, one in learner._model.parameters())
+    assert {storage.nbytes() for storage in large} == {0}
+    assert all(entry.grad is None for _, entry in learner._model.parameters())

@@ -34,9 +34,9 @@ class LeavingLearner(SimulatedLearner):
 
 @pytest.fixture
 def stage(tmp_path: Path) -> TrainerStage:
-    made = TrainerStage(tmp_path / "stage")
-    made.start_run()
-    return made
+    stage = TrainerStage(tmp_path / "stage")
+    stage.start_run()
+    return stage
 
 
 def test_the_device_is_left_when_it_is_restored_and_before_every_commit(

@@ -44,7 +44,7 @@ def test_absent_deepspeed_is_one_line_with_the_recipe(
 
 
 def test_bfloat16_is_published_where_the_trainer_can_and_refused_by_name_where_it_cannot() -> None:
-    told = Policies(dtype="bfloat16")
+    policies = Policies(dtype="bfloat16")
     for kind in ("torch", "deepspeed"):
         config = _config(kind=kind)
         assert make.published_dtype(config, "bfloat16") == "bfloat16"
@@ -57,7 +57,9 @@ def test_bfloat16_is_published_where_the_trainer_can_and_refused_by_name_where_i
         own = SimpleNamespace(TRAINER=make.LearnerKind(open=_nothing))
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "own", own)
-            make.need_learner(msgspec.structs.replace(_config(kind="own:TRAINER"), policies=told))
+            make.need_learner(
+                msgspec.structs.replace(_config(kind="own:TRAINER"), policies=policies)
+            )
 
 
 def _nothing(*given: Any) -> Any:
@@ -168,7 +170,7 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said", "hint"),
+    ("wrong", "text", "hint"),
     [
         ({"objective": "none"}, "objective.kind: no objective `none`", "module:attribute"),
         ({"objective": "gspoo"}, "objective.kind: no objective `gspoo`", "`gspo`"),
@@ -196,11 +198,11 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
     ],
 )
 def test_wrong_module_attribute_key_or_value_of_ones_own_is_one_line(
-    own: Path, wrong: dict[str, Any], said: str, hint: str
+    own: Path, wrong: dict[str, Any], text: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         make.need_learner(_own(own, **wrong))
-    assert said in caught.value.message and "\n" not in caught.value.message
+    assert text in caught.value.message and "\n" not in caught.value.message
     assert hint in f"{caught.value.message} {caught.value.hint}"
 
 

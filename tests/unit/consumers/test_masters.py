@@ -36,15 +36,15 @@ def held(parameter: Tensor, masters: Masters) -> Tensor:
 
 @given(st.lists(finite, min_size=1, max_size=8))
 def test_value_is_the_rounded_master_and_the_master_comes_back(numbers: list[float]) -> None:
-    wanted = torch.tensor(numbers, dtype=torch.float32)
+    tensor = torch.tensor(numbers, dtype=torch.float32)
     parameter = torch.zeros(len(numbers))
     masters = Masters({"x": parameter})
     with masters.present():
-        parameter.copy_(wanted)
-    assert torch.equal(parameter, published(wanted))
+        parameter.copy_(tensor)
+    assert torch.equal(parameter, published(tensor))
     master = held(parameter, masters)
     # A tie rounded down loses float32's last bit, once.
-    assert int((master.view(torch.int32) - wanted.view(torch.int32)).abs().max()) <= 1
+    assert int((master.view(torch.int32) - tensor.view(torch.int32)).abs().max()) <= 1
     assert torch.equal(held(parameter, masters), master)
     assert torch.equal(parameter, published(master))
 
@@ -53,7 +53,9 @@ def test_value_is_the_rounded_master_and_the_master_comes_back(numbers: list[flo
 def test_remainder_of_other_weights_never_makes_a_master_of_another_value(
     pairs: list[tuple[float, float]],
 ) -> None:
-    here, elsewhere = (torch.tensor(one, dtype=torch.float32) for one in zip(*pairs, strict=True))
+    here, elsewhere = (
+        torch.tensor(entry, dtype=torch.float32) for entry in zip(*pairs, strict=True)
+    )
     other, parameter = elsewhere.clone(), published(here)
     of_other, masters = Masters({"x": other}), Masters({"x": parameter})
     with of_other.present():
@@ -68,12 +70,12 @@ def test_updates_too_small_for_bfloat16_add_up_as_in_float32() -> None:
     start = published(torch.linspace(-2.0, 2.0, 33))
     plain, rounded = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     optimizers = [
-        Optimizer([("x", one)], betas=(0.9, 0.95), weight_decay=0.0, bfloat16=names)
-        for one, names in ((plain, ()), (rounded, ("x",)))
+        Optimizer([("x", entry)], betas=(0.9, 0.95), weight_decay=0.0, bfloat16=names)
+        for entry, names in ((plain, ()), (rounded, ("x",)))
     ]
     for _ in range(200):
-        for one, optimizer in zip((plain, rounded), optimizers, strict=True):
-            one.grad = torch.ones_like(one)
+        for entry, optimizer in zip((plain, rounded), optimizers, strict=True):
+            entry.grad = torch.ones_like(entry)
             optimizer.update(1e-5)
     assert torch.equal(rounded.detach(), published(rounded.detach()))
     master = held(rounded.detach(), optimizers[1]._masters)
@@ -91,9 +93,9 @@ class Policy:
 
     def trainer(self) -> TorchLearner:
         options = TorchOptions(micro_batch_tokens=128)
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +113,15 @@ def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(
     trainer.save_optimizer(tmp_path / "state")
     changed = total = 0
     with mapped(policy.weights) as before, mapped(tmp_path / "weights") as after:
-        for one in read_entries(policy.weights):
-            total += (one.end - one.start) // 2
-            changed += int((read_tensor(before, one) != read_tensor(after, one)).sum())
+        for entry in read_entries(policy.weights):
+            total += (entry.end - entry.start) // 2
+            changed += int((read_tensor(before, entry) != read_tensor(after, entry)).sum())
     assert 0 < changed < total / 20
-    beyond = [one for one in read_entries(tmp_path / "state") if one.name.startswith("remainder/")]
-    assert sum(one.end - one.start for one in beyond) == 2 * total
-    assert {one.dtype for one in beyond} == {"I16"}
+    beyond = [
+        entry for entry in read_entries(tmp_path / "state") if entry.name.startswith("remainder/")
+    ]
+    assert sum(entry.end - entry.start for entry in beyond) == 2 * total
+    assert {entry.dtype for entry in beyond} == {"I16"}
 
 
 def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ WAIT_S = 30.0
 
 
 def _port() -> int:
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        found: int = one.getsockname()[1]
-        return found
+    with socket.socket() as first_socket:
+        first_socket.bind((HOST, 0))
+        result: int = first_socket.getsockname()[1]
+        return result
 
 
 def _met(port: int) -> list[Meeting]:
@@ -31,7 +31,7 @@ def _met(port: int) -> list[Meeting]:
         coming = [
             pool.submit(Meeting, HOST, port, rank=rank, ranks=2, wait_s=WAIT_S) for rank in (1, 0)
         ]
-        second, first = (one.result(WAIT_S) for one in coming)
+        second, first = (entry.result(WAIT_S) for entry in coming)
     return [first, second]
 
 
@@ -47,12 +47,12 @@ def test_a_rank_that_comes_again_is_told_and_all_others_hear_of_it(
     monkeypatch.setattr(meeting, "LOOK_S", 0.01)
     port = _port()
     there, heard = _met(port), [threading.Event(), threading.Event()]
-    for one, event in zip(there, heard, strict=True):
-        one.watch(event.set)
+    for entry, event in zip(there, heard, strict=True):
+        entry.watch(event.set)
     with pytest.raises(ResourceError, match="rank 1 of the trainer restarted alone"):
         Meeting(HOST, port, rank=1, ranks=2, wait_s=WAIT_S)
     assert all(event.wait(WAIT_S) for event in heard)
-    assert {one.lost for one in there} == {"rank 1 of the trainer was lost and has restarted"}
+    assert {entry.lost for entry in there} == {"rank 1 of the trainer was lost and has restarted"}
 
 
 @pytest.mark.slow
@@ -61,9 +61,9 @@ def test_a_rank_whose_others_never_come_says_where_it_waited_and_how_long(rank: 
     port = _port()
     with pytest.raises(ResourceError) as caught:
         Meeting(HOST, port, rank=rank, ranks=2, wait_s=1.0)
-    said = caught.value
-    assert f"the trainer's 2 ranks did not meet at {HOST}:{port} within 1 s: " in said.message
-    assert "--node 0, 1" in str(said.hint)
+    value = caught.value
+    assert f"the trainer's 2 ranks did not meet at {HOST}:{port} within 1 s: " in value.message
+    assert "--node 0, 1" in str(value.hint)
 
 
 def test_under_torchrun_ranks_meet_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

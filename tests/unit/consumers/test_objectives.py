@@ -18,9 +18,9 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 
 def test_kl_estimates_agree_in_the_mean_and_not_in_their_gradient() -> None:
-    made = torch.Generator().manual_seed(1)
-    logits = torch.randn(50, generator=made, dtype=torch.float64).requires_grad_()
-    fixed = (logits + 0.3 * torch.randn(50, generator=made, dtype=torch.float64)).detach()
+    created = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, generator=created, dtype=torch.float64).requires_grad_()
+    fixed = (logits + 0.3 * torch.randn(50, generator=created, dtype=torch.float64)).detach()
     table, other = logits.log_softmax(0), fixed.log_softmax(0)
     exact = (table.exp() * (table - other)).sum()
     chance = table.exp().detach()
@@ -45,9 +45,9 @@ def test_ratio_of_gspo_is_the_geometric_mean_of_the_ratios_of_its_tokens(
     seed: int, lengths: list[int]
 ) -> None:
     inputs = random_inputs(seed, lengths)
-    found = terms_of(inputs, chosen("gspo")).ratio
+    ratio = terms_of(inputs, chosen("gspo")).ratio
     ratios = (inputs.logprobs - inputs.behaviour).detach().exp()
-    for mine, part in zip(rows(inputs, found), rows(inputs, ratios), strict=True):
+    for mine, part in zip(rows(inputs, ratio), rows(inputs, ratios), strict=True):
         expected = math.prod(part.tolist()) ** (1 / len(part))
         assert mine.tolist() == pytest.approx([expected] * len(part), rel=1e-9)
 
@@ -87,8 +87,8 @@ def test_tis_truncates_the_weight_and_decoupled_ppo_leaves_the_token_out() -> No
     assert dropped.loss.tolist() == pytest.approx([-weights[0], 0.0, -weights[2]])
     assert dropped.kept is not None
     assert dropped.kept.tolist() == [True, False, True]
-    whole = terms_of(inputs, chosen("tis", max_weight=100.0, level="sequence"))
-    assert whole.loss.tolist() == pytest.approx([-math.prod(weights)] * 3)
+    terms = terms_of(inputs, chosen("tis", max_weight=100.0, level="sequence"))
+    assert terms.loss.tolist() == pytest.approx([-math.prod(weights)] * 3)
 
 
 def test_topr_imitates_what_was_good_whatever_its_ratio_and_tapers_what_was_bad() -> None:
@@ -96,10 +96,10 @@ def test_topr_imitates_what_was_good_whatever_its_ratio_and_tapers_what_was_bad(
     far = torch.tensor([-9.0] * 3 + [-9.0] * 3 + [9.0] * 3, dtype=torch.float64)
     worth = torch.tensor([2.0] * 3 + [-2.0] * 3 + [-2.0] * 3, dtype=torch.float64)
     inputs = replace(inputs, behaviour=inputs.logprobs.detach() - far, advantages=worth)
-    found = gradient(inputs, chosen("topr"))
-    assert found[:3].tolist() == [-2.0] * 3
-    assert found[3:6].tolist() == pytest.approx([2 * math.exp(-27.0)] * 3)
-    assert found[6:].tolist() == [2.0] * 3
+    actual_gradient = gradient(inputs, chosen("topr"))
+    assert actual_gradient[:3].tolist() == [-2.0] * 3
+    assert actual_gradient[3:6].tolist() == pytest.approx([2 * math.exp(-27.0)] * 3)
+    assert actual_gradient[6:].tolist() == [2.0] * 3
     clipped = terms_of(inputs, chosen("topr")).clipped
     assert clipped.tolist() == [False] * 6 + [True] * 3
 
@@ -126,8 +126,8 @@ def test_figures_name_the_weight_and_what_was_left_out() -> None:
 @given(seed=seeds, lengths=shapes)
 def test_sums_of_trajectories_are_those_of_their_own_tokens(seed: int, lengths: list[int]) -> None:
     inputs = random_inputs(seed, lengths)
-    found = rows(inputs, row_sums(inputs.behaviour, inputs.lengths))
-    for mine, part in zip(found, rows(inputs, inputs.behaviour), strict=True):
+    actual_rows = rows(inputs, row_sums(inputs.behaviour, inputs.lengths))
+    for mine, part in zip(actual_rows, rows(inputs, inputs.behaviour), strict=True):
         assert mine.tolist() == pytest.approx([math.fsum(part.tolist())] * len(part))
 
 
@@ -152,14 +152,14 @@ def terms(tokens: list[tuple[float, float, float, float]], kl: float) -> tuple[T
 
 def test_figures_of_each_trajectory_are_those_of_its_own_tokens() -> None:
     tokens = [(-1.0, -1.0, 1.0, -1.0), (-1.0, -2.0, 1.0, -1.0), (-2.0, -1.0, -1.0, -1.5)]
-    _, found = terms(tokens, 0.5)
+    _, result = terms(tokens, 0.5)
     weights = torch.tensor([0.5, 0.5, 0.25], dtype=torch.float64)
-    first, second = row_metrics(found, weights, [2, 1])
+    first, second = row_metrics(result, weights, [2, 1])
     assert first.ratio_min == pytest.approx(1.0)
     assert first.ratio_max == pytest.approx(math.e)
     assert first.ratio_mean == pytest.approx((1 + math.e) / 2)
     assert first.clipped_share == 0.5
     assert second.clipped_share == 1.0
     assert second.kl == pytest.approx(math.exp(0.5) - 1.5)
-    total = float((found.loss.detach() * weights).sum())
+    total = float((result.loss.detach() * weights).sum())
     assert first.loss_share + second.loss_share == pytest.approx(total)

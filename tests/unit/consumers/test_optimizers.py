@@ -45,9 +45,9 @@ class Policy:
         options = TorchOptions(
             optimizer=optimizer or self.optimizer, weight_decay=0.1, micro_batch_tokens=128
         )
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 KINDS: list[tuple[PolicyDtype, OptimizerName]] = [
@@ -74,8 +74,8 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         a = x @ x.T
         b: Tensor = -4.7750 * a + 2.0315 * a @ a
         x = 3.4445 * x + b @ x
-    found: Tensor = x.T if len(matrix) > matrix.shape[1] else x
-    return found
+    tensor: Tensor = x.T if len(matrix) > matrix.shape[1] else x
+    return tensor
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
@@ -135,8 +135,8 @@ def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_pa
     model = TorchModel(make(tmp_path), device="cpu")
     named = dict(model.parameters())
     hidden = parameters_of("muon", model.network, named)
-    others = {name for name in named if name not in hidden}
-    assert {name for name in others if named[name].ndim > 1} == {
+    other_named = {name for name in named if name not in hidden}
+    assert {name for name in other_named if named[name].ndim > 1} == {
         "model.embed_tokens.weight",
         *(["lm_head.weight"] if head else []),
     }
@@ -146,9 +146,9 @@ def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_pa
 
 def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
     batches = [make_batch(seed=seed, step=seed, groups=2, samples=3) for seed in range(3)]
-    whole, broken = policy.trainer(), policy.trainer()
+    trainer, broken = policy.trainer(), policy.trainer()
     for batch in batches:
-        whole.train(batch, SETTINGS)
+        trainer.train(batch, SETTINGS)
     broken.train(batches[0], SETTINGS)
     for batch in batches[1:]:
         manifest = broken.save_weights(tmp_path / "weights")
@@ -157,10 +157,10 @@ def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Pa
         broken.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "state")
         broken.train(batch, SETTINGS)
     broken.save_optimizer(tmp_path / "broken")
-    whole.save_optimizer(tmp_path / "whole")
-    assert broken.manifest() == whole.manifest()
+    trainer.save_optimizer(tmp_path / "whole")
+    assert broken.manifest() == trainer.manifest()
     assert (tmp_path / "broken").read_bytes() == (tmp_path / "whole").read_bytes()
-    names = {one.name.partition("/")[0] for one in read_entries(tmp_path / "whole")}
+    names = {entry.name.partition("/")[0] for entry in read_entries(tmp_path / "whole")}
     remainders = {"remainder"} if policy.manifest.dtype == "bfloat16" else set()
     own = {"muon": {"momentum_buffer"}, "adamw8bit": {"state1", "absmax1", "state2", "absmax2"}}[
         policy.optimizer
@@ -177,12 +177,12 @@ def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
     policy: Policy, tmp_path: Path
 ) -> None:
     plain, named = policy.trainer("adamw"), policy.trainer()
-    told = named.numerics().pop("optimizer")
-    assert told.partition(" ")[0] == policy.optimizer
-    assert named.numerics() == plain.numerics() | {"optimizer": told}
-    for one, other in ((plain, named), (named, plain)):
-        one.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
-        one.save_optimizer(tmp_path / "state")
+    reply = named.numerics().pop("optimizer")
+    assert reply.partition(" ")[0] == policy.optimizer
+    assert named.numerics() == plain.numerics() | {"optimizer": reply}
+    for entry, other in ((plain, named), (named, plain)):
+        entry.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
+        entry.save_optimizer(tmp_path / "state")
         with pytest.raises(PolicyError, match="not the optimizer state of this model"):
             other.load(policy.weights, digest=policy.manifest.digest, optimizer=tmp_path / "state")
 
@@ -206,9 +206,9 @@ def test_what_it_does_not_go_with_is_refused_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: own)
     for kind in ("deepspeed", "own:TRAINER"):
         chosen = config(trainer={"kind": kind, "optimizer": "muon"})
-        with pytest.raises(ConfigError, match=f"trainer `{kind}` has no muon") as found:
+        with pytest.raises(ConfigError, match=f"trainer `{kind}` has no muon") as raised:
             registry.need_learner(chosen)
-        assert "trainer.kind = 'torch'" in str(found.value.hint)
+        assert "trainer.kind = 'torch'" in str(raised.value.hint)
     registry.need_learner(config())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: own if name != LIBRARY else None)
     with pytest.raises(ConfigError, match="'adamw8bit' needs bitsandbytes") as missing:

@@ -58,8 +58,8 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
+def apart(tensor: Tensor, other: Tensor) -> float:
+    return float((tensor.double() - other.double()).norm() / other.double().norm())
 
 
 def passage(lines: list[list[int]], device: str = "cpu", **more: Any) -> Passage:
@@ -80,7 +80,7 @@ LINES = [[17, 2, 9], [1, 25], [20, 3]]
 
 def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
     network.zero_grad()
-    found = score(
+    actual_score = score(
         network,
         given.ids,
         given.places,
@@ -90,12 +90,14 @@ def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
         positions=given.positions,
         **more,
     )
-    weights = torch.linspace(-1, 1, len(found), device=found.device)
-    torch.autograd.backward((found * weights).sum())
+    weights = torch.linspace(-1, 1, len(actual_score), device=actual_score.device)
+    torch.autograd.backward((actual_score * weights).sum())
     grads = {
-        name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None
+        name: entry.grad.clone()
+        for name, entry in network.named_parameters()
+        if entry.grad is not None
     }
-    return grads | {"log-probs": found.detach()}
+    return grads | {"log-probs": actual_score.detach()}
 
 
 def joined(tensors: dict[str, Tensor]) -> Tensor:
@@ -116,14 +118,14 @@ def test_plain_kernel_is_attention_under_a_block_mask(
     query = torch.randn(tokens, 2 * groups, 8, generator=chance)
     key, value = (torch.randn(tokens, 2, 8, generator=chance) for _ in range(2))
     cuts = cuts_of(torch.cat([torch.arange(size) for size in sizes]))
-    found = plain(query, key, value, cuts, 0.3, window)
+    result = plain(query, key, value, cuts, 0.3, window)
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    seen = (owner[:, None] == owner) & (back >= 0) & ((back <= window) | (window < 0))
+    observed = (owner[:, None] == owner) & (back >= 0) & ((back <= window) | (window < 0))
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * 0.3
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    wanted = torch.einsum("hqk,khd->qhd", shares, value.repeat_interleave(groups, 1))
-    assert apart(found, wanted) < NEAR
+    shares = scores.masked_fill(~observed, -torch.inf).softmax(-1)
+    product = torch.einsum("hqk,khd->qhd", shares, value.repeat_interleave(groups, 1))
+    assert apart(result, product) < NEAR
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["held", "computed again"])
@@ -147,15 +149,15 @@ def test_gradients_by_sequences_are_those_under_a_mask(
         assert set_attention(network)
         still = graded(network, given_pass)
         assert not calls
-        found = graded(network, given_pass, cuts=given_pass.cuts)
+        result = graded(network, given_pass, cuts=given_pass.cuts)
     assert len(calls) == network.config.num_hidden_layers * (2 if again else 1)
     assert {shape[0] for shape in calls} == {given_pass.ids.numel()}
-    assert found.keys() == masked.keys() == still.keys()
-    for name, one in masked.items():
-        assert torch.equal(still[name], one), name
-        if float(one.norm()):  # Those of key biases almost cancel out.
-            assert apart(found[name], one) < 10 * NEAR, name
-    assert apart(joined(found), joined(masked)) < NEAR
+    assert result.keys() == masked.keys() == still.keys()
+    for name, entry in masked.items():
+        assert torch.equal(still[name], entry), name
+        if float(entry.norm()):  # Those of key biases almost cancel out.
+            assert apart(result[name], entry) < 10 * NEAR, name
+    assert apart(joined(result), joined(masked)) < NEAR
 
 
 @pytest.mark.parametrize(
@@ -192,17 +194,17 @@ def test_attention_that_the_kernel_has_not_goes_by_a_mask(tmp_path: Path, key: s
 class Policy:
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
-        made = make_qwen2(root / "model", num_key_value_heads=2, context_tokens=32_000)
-        self.manifest, assets = import_model(self.store, made)
+        qwen2 = make_qwen2(root / "model", num_key_value_heads=2, context_tokens=32_000)
+        self.manifest, assets = import_model(self.store, qwen2)
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.manifest.digest)
 
     def trainer(self, **options: Any) -> TorchLearner:
         memory = MemoryOptions(packing=True, gradient_checkpointing=True, head_chunk_tokens=64)
         given_options = TorchOptions(memory=memory, **options)
-        made = TorchLearner(self.assets, reference=self.weights, options=given_options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=given_options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module")
@@ -239,20 +241,20 @@ def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bflo
     tmp_path: Path, family: str
 ) -> None:
     """Both round the same values, so neither may be much further from float32."""
-    made = FAMILIES[family](tmp_path / "model")
+    created = FAMILIES[family](tmp_path / "model")
     given_pass = passage(LINES, "cuda")
-    exact_network, network = build(made).to("cuda"), build(made).to("cuda")
+    exact_network, network = build(created).to("cuda"), build(created).to("cuda")
     network.load_state_dict(exact_network.state_dict())
     with deterministic(1):
         exact = graded(exact_network, given_pass)
         assert goes_by_sequences(network, "bfloat16", "cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             masked = graded(network, given_pass)
-            found, again = (graded(network, given_pass, cuts=given_pass.cuts) for _ in range(2))
-    for name, one in found.items():
-        assert torch.equal(again[name], one), name
+            result, again = (graded(network, given_pass, cuts=given_pass.cuts) for _ in range(2))
+    for name, entry in result.items():
+        assert torch.equal(again[name], entry), name
     # One tensor may be close by chance, all are not.
-    assert apart(joined(found), joined(exact)) < 2 * apart(joined(masked), joined(exact)) + NEAR
+    assert apart(joined(result), joined(exact)) < 2 * apart(joined(masked), joined(exact)) + NEAR
 
 
 @pytest.mark.gpu

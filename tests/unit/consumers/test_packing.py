@@ -31,9 +31,9 @@ def test_passes_do_not_depend_on_the_order_of_the_rows(
 ) -> None:
     given_rows = rows(tokens)
     shuffled = random.Random(seed).sample(given_rows, len(given_rows))
-    one = pack(given_rows, padded_tokens_max=limit)
+    first_pack = pack(given_rows, padded_tokens_max=limit)
     other = pack(shuffled, padded_tokens_max=limit)
-    assert [[given_rows[row] for row in micro.rows] for micro in one] == [
+    assert [[given_rows[row] for row in micro.rows] for micro in first_pack] == [
         [shuffled[row] for row in micro.rows] for micro in other
     ]
 
@@ -77,12 +77,15 @@ def test_packing_leaves_little_padding() -> None:
     tokens = [chance.randint(10, 1000) for _ in range(256)]
     apart = pack(rows(tokens), padded_tokens_max=16_384)
     shared = pack(rows(tokens), padded_tokens_max=16_384, packing=True)
-    assert sum(padded(tokens, one) for one in shared) < 1.07 * sum(tokens)
+    assert sum(padded(tokens, entry) for entry in shared) < 1.07 * sum(tokens)
     assert len(shared) < len(apart)
 
 
 def test_rows_of_one_trajectory_stay_in_one_pass() -> None:
-    sized = [RowSize(ordinal=at, sample=0, tokens=50, others=[30, 20]) for at in range(3)]
+    sized = [RowSize(ordinal=index, sample=0, tokens=50, others=[30, 20]) for index in range(3)]
     packed = pack(sized, padded_tokens_max=100, packing=True)
-    assert [one.rows for one in packed] == [(0,), (1,), (2,)]
-    assert [one.rows for one in pack(sized, padded_tokens_max=200, packing=True)] == [(0, 1), (2,)]
+    assert [entry.rows for entry in packed] == [(0,), (1,), (2,)]
+    assert [entry.rows for entry in pack(sized, padded_tokens_max=200, packing=True)] == [
+        (0, 1),
+        (2,),
+    ]

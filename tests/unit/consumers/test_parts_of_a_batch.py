@@ -28,12 +28,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def batch_of(seed: int, groups: int, parts: Sequence[int] = ()) -> TrainBatch:
-    made = with_teacher(make_batch(seed=seed, step=0, groups=groups, samples=3, valid=0.8))
-    return replace(made, parts=parts)
+    teacher = with_teacher(make_batch(seed=seed, step=0, groups=groups, samples=3, valid=0.8))
+    return replace(teacher, parts=parts)
 
 
 def in_order(batch: TrainBatch, order: Sequence[int], parts: Sequence[int]) -> TrainBatch:
-    return replace(batch, groups=[batch.groups[place] for place in order], parts=parts)
+    return replace(batch, groups=[batch.groups[location] for location in order], parts=parts)
 
 
 def settings_of(kind: str, **keys: Any) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def gradient_of(trainer: Learner, path: Path) -> dict[str, Tensor]:
     """Return AdamW's first moment after one update, up to its factor."""
     trainer.save_optimizer(path)
     with mapped(path) as data:
-        entries = [one for one in read_entries(path) if one.name.startswith("exp_avg/")]
-        return {one.name: read_tensor(data, one).clone() for one in entries}
+        entries = [entry for entry in read_entries(path) if entry.name.startswith("exp_avg/")]
+        return {entry.name: read_tensor(data, entry).clone() for entry in entries}
 
 
 PARTED = [
@@ -64,15 +64,15 @@ def test_gradient_of_parts_is_that_of_the_batch(
     settings = settings_of(
         kind, **({"loss": loss} if "objective.loss" in settings_for(kind) else {})
     )
-    whole, parted = policy.trainer(), policy.trainer()
+    trainer, parted = policy.trainer(), policy.trainer()
     batch = batch_of(seed, groups=5)
-    first = whole.train(batch, settings)
+    first = trainer.train(batch, settings)
     second = parted.train(in_order(batch, [3, 0, 4, 1, 2], [2, 1]), settings)
-    expected, found = (gradient_of(one, tmp_path / "state") for one in (whole, parted))
-    assert expected.keys() == found.keys() != set()
-    scale = max(float(one.abs().max()) for one in expected.values())
-    for name, one in expected.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-5 * scale)
+    expected, result = (gradient_of(entry, tmp_path / "state") for entry in (trainer, parted))
+    assert expected.keys() == result.keys() != set()
+    scale = max(float(entry.abs().max()) for entry in expected.values())
+    for name, entry in expected.items():
+        torch.testing.assert_close(result[name], entry, rtol=1e-4, atol=1e-5 * scale)
     assert second.metrics.keys() == first.metrics.keys()
     for name in ("loss", "grad_norm", "tokens", "trajectories", "without_gradient"):
         assert second.metrics[name] == pytest.approx(first.metrics[name], rel=1e-4, abs=1e-6)
@@ -88,10 +88,10 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
 ) -> None:
     settings = settings_of("grpo", kl_coef=0.1)
     batch = batch_of(3, groups=4, parts=[1, 2])
-    told = policy.trainer()
+    trainer = policy.trainer()
     for part in batch.in_parts()[:ahead]:
-        told.train_part(part, settings)
-    result, digest = told.train(batch, settings), told.manifest().digest
+        trainer.train_part(part, settings)
+    result, digest = trainer.train(batch, settings), trainer.manifest().digest
     again, same = policy.train(batch, settings)
     assert digest == same
     assert result.metrics == again.metrics
@@ -111,11 +111,11 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates(
 ) -> None:
     settings, batch = updating(kind, 2), batch_of(1, groups=5)
     result, digest = policy.train(batch, settings)
-    told = policy.trainer()
+    trainer = policy.trainer()
     parted = in_order(batch, [0, 2, 4, 1, 3], [3])
-    told.train_part(parted.in_parts()[0], settings)
-    again = told.train(parted, settings)
-    assert told.manifest().digest == digest
+    trainer.train_part(parted.in_parts()[0], settings)
+    again = trainer.train(parted, settings)
+    assert trainer.manifest().digest == digest
     assert list(again.contributions) == list(result.contributions)
     assert again.metrics == pytest.approx(result.metrics)
     assert {row["minibatch"] for row in again.contributions} == {0, 1}
@@ -131,11 +131,11 @@ def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
     batch = batch_of(3, groups=6, parts=sizes)
     expected, digest = policy.train(batch, settings)
     for ahead in range(len(batch.in_parts()) + 1):
-        told = policy.trainer()
+        trainer = policy.trainer()
         for part in batch.in_parts()[:ahead]:
-            told.train_part(part, settings)
-        result = told.train(batch, settings)
-        assert told.manifest().digest == digest
+            trainer.train_part(part, settings)
+        result = trainer.train(batch, settings)
+        assert trainer.manifest().digest == digest
         assert result.metrics == expected.metrics
         assert list(result.contributions) == list(expected.contributions)
     assert {row["minibatch"] for row in expected.contributions} == {0, 1, 2}
@@ -169,8 +169,8 @@ def not_finite(trainer: TorchLearner, batch: TrainBatch, settings: Settings) -> 
     first, second, _ = batch.in_parts()
     trainer.train_part(first, settings)
     wild = [
-        replace(one, reward=1e300 * (-1) ** place)
-        for place, one in enumerate(second.groups[0].trajectories)
+        replace(trajectory, reward=1e300 * (-1) ** index)
+        for index, trajectory in enumerate(second.groups[0].trajectories)
     ]
     with pytest.raises(NonFinite):
         trainer.train_part(

@@ -47,36 +47,42 @@ class Policy:
 
     def trainer(self, temperature: float, lora: LoraOptions | None = None) -> TorchLearner:
         options = TorchOptions(temperature=temperature, lora=lora)
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
     def sampled(self, params: SamplingParams) -> TrainBatch:
         engine = TorchEngine.open(self.directory, slots=8, context_tokens=64, threads=1)
-        names = [trajectory_id(group_id("train", at), one) for at in range(2) for one in range(4)]
-        wanted = [
-            replace(request(name, [5, 6, 7], seed=at), params=params)
-            for at, name in enumerate(names)
+        names = [
+            trajectory_id(group_id("train", index), entry)
+            for index in range(2)
+            for entry in range(4)
         ]
-        results = run(engine, wanted)
-        rows = [self._trajectory(name, results[name], at) for at, name in enumerate(names)]
+        expected = [
+            replace(request(name, [5, 6, 7], seed=index), params=params)
+            for index, name in enumerate(names)
+        ]
+        results = run(engine, expected)
+        rows = [self._trajectory(name, results[name], index) for index, name in enumerate(names)]
         groups = [
             TrainGroup(
-                group=group_id("train", at), version=0, trajectories=rows[4 * at : 4 * at + 4]
+                group=group_id("train", index),
+                version=0,
+                trajectories=rows[4 * index : 4 * index + 4],
             )
-            for at in range(2)
+            for index in range(2)
         ]
         return TrainBatch(step=0, groups=groups)
 
-    def _trajectory(self, name: str, result: Any, at: int) -> Trajectory:
-        made = make_trajectory(
+    def _trajectory(self, name: str, result: Any, position: int) -> Trajectory:
+        trajectory = make_trajectory(
             name,
             prompt=[5, 6, 7],
             sampled=result.tokens,
             logprobs=result.logprobs,
-            reward=float(at % 3),
+            reward=float(position % 3),
         )
-        return replace(made, sampler_logprobs=[None] * 3 + list(result.sampler_logprobs))
+        return replace(trajectory, sampler_logprobs=[None] * 3 + list(result.sampler_logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +116,13 @@ def test_on_policy_the_ratio_is_one_at_the_temperature_of_the_sampler(
 
 def test_without_truncation_what_is_recorded_is_what_was_drawn_from(policy: Policy) -> None:
     plain, cut = policy.sampled(params()), policy.sampled(params(top_k=3))
-    for one in (row for group in plain.groups for row in group.trajectories):
-        assert list(one.logprobs) == list(one.sampler_logprobs)
+    for entry in (row for group in plain.groups for row in group.trajectories):
+        assert list(entry.logprobs) == list(entry.sampler_logprobs)
     below = [
         (logprob, sampler)
         for group in cut.groups
-        for one in group.trajectories
-        for logprob, sampler in zip(one.logprobs, one.sampler_logprobs, strict=True)
+        for trajectory in group.trajectories
+        for logprob, sampler in zip(trajectory.logprobs, trajectory.sampler_logprobs, strict=True)
         if logprob is not None and sampler is not None
     ]
     assert all(logprob < sampler for logprob, sampler in below)
@@ -127,28 +133,32 @@ def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> N
     batch = policy.sampled(params())
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(policy.directory)
-    rows = [one for group in batch.groups for one in group.trajectories]
-    tokens = sum(one.sampled for one in rows)
+    rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    tokens = sum(row.sampled for row in rows)
     total = torch.zeros((), dtype=torch.float64)
     for group in batch.groups:
-        rewards = torch.tensor([one.reward for one in group.trajectories], dtype=torch.float64)
-        for one, worth in zip(group.trajectories, rewards - rewards.mean(), strict=True):
-            logprobs = tempered(model, list(one.token_ids), 3, HOT)
-            w = torch.tensor(list(one.logprobs)[3:], dtype=torch.float64)
+        rewards = torch.tensor(
+            [trajectory.reward for trajectory in group.trajectories], dtype=torch.float64
+        )
+        for trajectory, worth in zip(group.trajectories, rewards - rewards.mean(), strict=True):
+            logprobs = tempered(model, list(trajectory.token_ids), 3, HOT)
+            w = torch.tensor(list(trajectory.logprobs)[3:], dtype=torch.float64)
             gain = torch.exp(logprobs - w) * worth / (rewards.std() + 1e-4)
             r = logprobs.detach() - logprobs  # the reference is the same model
             total = total - (gain - kl * (torch.exp(r) - r - 1)).sum() / tokens
     torch.autograd.backward(total)
-    norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in model.parameters()))
-    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl_coef": kl}).metrics
-    assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
-    assert found["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
-    assert found["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature
+    norm = math.sqrt(
+        sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())
+    )
+    metrics = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl_coef": kl}).metrics
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert metrics["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature
 
 
 def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(policy: Policy) -> None:
     config = logged_config({**PLAIN, "sampling": {"temperature": HOT}})
     for make in (make_learner, make_scorer):
-        made: Any = make(assets=policy.assets, reference=policy.weights, config=config)
-        assert made._options.temperature == HOT
+        created: Any = make(assets=policy.assets, reference=policy.weights, config=config)
+        assert created._options.temperature == HOT
     assert sampling_params(config.sampling, ()).logprob_temperature == HOT

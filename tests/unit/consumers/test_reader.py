@@ -44,20 +44,22 @@ def memory_bus(stage: TrainerStage, **faults: Any) -> MemoryBus:
 
 def places(*groups: TakenGroup) -> list[RecordPlace]:
     return [
-        RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
+        RecordPlace(trajectory.partition, trajectory.offset)
+        for group in groups
+        for trajectory in group.trajectories
     ]
 
 
 def find(reader: BatchReader, *groups: TakenGroup) -> dict[RecordPlace, FetchedRecord]:
     for _ in range(100):
-        found = reader.find(places(*groups), timeout_s=0.0)
-        if found is not None:
-            return found
+        result = reader.find(places(*groups), timeout_s=0.0)
+        if result is not None:
+            return result
     raise AssertionError("never reached")
 
 
-def readable(found: dict[RecordPlace, FetchedRecord]) -> bool:
-    return all(one.headers is not None and not one.why for one in found.values())
+def readable(records: dict[RecordPlace, FetchedRecord]) -> bool:
+    return all(record.headers is not None and not record.why for record in records.values())
 
 
 def test_what_was_read_ahead_is_found_without_a_seek(stage: TrainerStage) -> None:
@@ -65,15 +67,15 @@ def test_what_was_read_ahead_is_found_without_a_seek(stage: TrainerStage) -> Non
     reader = reader_of(stage)
     assert reader.read_ahead(timeout_s=0.0) == 8
     assert reader.records == 8
-    found = find(reader, *groups)
-    assert readable(found)
+    result = find(reader, *groups)
+    assert readable(result)
     assert reader.seeks == 0
     for group in groups:
         for taken in group.trajectories:
-            one = found[RecordPlace(taken.partition, taken.offset)]
-            assert one.headers is not None
-            assert one.headers.trajectory == taken.trajectory
-            assert one.sha256 == taken.sha256
+            record = result[RecordPlace(taken.partition, taken.offset)]
+            assert record.headers is not None
+            assert record.headers.trajectory == taken.trajectory
+            assert record.sha256 == taken.sha256
 
 
 def test_place_that_is_not_visible_yet_is_waited_for(stage: TrainerStage) -> None:
@@ -82,9 +84,9 @@ def test_place_that_is_not_visible_yet_is_waited_for(stage: TrainerStage) -> Non
     stage.writer = memory_bus(stage, appends={0: late}).writer()
     group = stage.log_group(2)
     reader = reader_of(stage)
-    wanted = places(early, group)
-    assert reader.find(wanted, timeout_s=0.0) is None
-    assert f"not yet {wanted[2].offset}" in reader.waits_for
+    expected_places = places(early, group)
+    assert reader.find(expected_places, timeout_s=0.0) is None
+    assert f"not yet {expected_places[2].offset}" in reader.waits_for
     stage.clock.sleep(5)
     assert readable(find(reader, early, group))
     assert reader.waits_for == ""
@@ -221,18 +223,18 @@ def damaged(stage: TrainerStage, kind: str) -> RecordPlace:
 def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
     stage: TrainerStage, kind: str
 ) -> None:
-    place = damaged(stage, kind)
+    location = damaged(stage, kind)
     after = stage.log_group(0)
     reader = reader_of(stage)
     assert readable(find(reader, after))
     (letter,) = reader.dead_letters()
-    assert (letter.topic, letter.partition, letter.offset) == (stage.topics.trajectories, *place)
+    assert (letter.topic, letter.partition, letter.offset) == (stage.topics.trajectories, *location)
     assert letter.reason
     assert letter.value is not None
     assert reader.dead_letters() == []
-    found = reader.find([place], timeout_s=0.0)
-    assert found is not None
-    assert found[place].why.startswith("unreadable: ")
+    result = reader.find([location], timeout_s=0.0)
+    assert result is not None
+    assert result[location].why.startswith("unreadable: ")
     assert reader.dead_letters() == []  # reported when it was read first
 
 
@@ -243,12 +245,12 @@ def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable
     stage.log_group(0)
     gap = RecordPlace(first.partition, first.offset + 1)
     reader = reader_of(stage)
-    wanted = [gap, RecordPlace(PARTITIONS, 0), RecordPlace(-1, 3)]
+    expected = [gap, RecordPlace(PARTITIONS, 0), RecordPlace(-1, 3)]
     reader.read_ahead(timeout_s=0.0)
-    found = reader.find(wanted, timeout_s=0.0)
-    assert found is not None
-    assert set(found) == set(wanted)
-    assert all("the log has no record at its offset" in one.why for one in found.values())
+    result = reader.find(expected, timeout_s=0.0)
+    assert result is not None
+    assert set(result) == set(expected)
+    assert all("the log has no record at its offset" in entry.why for entry in result.values())
 
 
 def test_log_that_stays_away_is_an_error(stage: TrainerStage) -> None:

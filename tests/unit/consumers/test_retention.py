@@ -36,7 +36,7 @@ def commit_of(
     step: int, *, digest: str = "", checkpoint: bool = False, dropped: Sequence[int] = ()
 ) -> StepCommitted:
     """Return a commit with the fields of retention."""
-    found = digest or f"v{step + 1}"
+    result = digest or f"v{step + 1}"
     return StepCommitted(
         at_ns=0,
         step=step,
@@ -45,8 +45,8 @@ def commit_of(
         groups=(),
         batch_digest="",
         digest_before="",
-        digest_after=found,
-        policy=Manifest(digest=found, bytes=0, tensors=()),
+        digest_after=result,
+        policy=Manifest(digest=result, bytes=0, tensors=()),
         contributions=Blob(sha256="", bytes=0),
         metrics={},
         settings={},
@@ -119,7 +119,7 @@ class Life:
         self._acts[name](choose)
 
     def needed(self) -> set[int]:
-        served = {one for one in self.targets if one >= 0}
+        served = {target for target in self.targets if target >= 0}
         return {0, self.committed, self.known, *self.groups, *served}
 
     def there(self) -> set[int]:
@@ -149,7 +149,7 @@ class Life:
         """Only after the last commit was read; each batch has one group."""
         if self.training is None:
             self.groups.append(self.known)
-            pins = {*self.groups, *(one for one in self.targets if one >= 0)}
+            pins = {*self.groups, *(target for target in self.targets if target >= 0)}
             self.training = self.known, tuple(sorted(pins))
 
     def _commit(self, choose: Choose) -> None:
@@ -196,10 +196,10 @@ def test_what_stays_is_what_the_design_names_and_nothing_else(
 ) -> None:
     stays = retained(commits(steps, checkpoint_every), pins, keep_every)
     assert {0, steps} | {pin for pin in pins if pin <= steps} <= stays <= set(range(steps + 1))
-    made = [version for version in range(1, steps + 1) if version % checkpoint_every == 0]
-    numbered = {version for number, version in enumerate(made, 1) if number % keep_every == 0}
-    assert numbered | set(made[-2:]) <= stays
-    named = {0, steps, max(0, steps - 1)} | pins | numbered | set(made[-2:])
+    indices = [version for version in range(1, steps + 1) if version % checkpoint_every == 0]
+    numbered = {version for number, version in enumerate(indices, 1) if number % keep_every == 0}
+    assert numbered | set(indices[-2:]) <= stays
+    named = {0, steps, max(0, steps - 1)} | pins | numbered | set(indices[-2:])
     assert stays <= named
 
 
@@ -218,10 +218,10 @@ def test_versions_that_are_references_stay() -> None:
     config = {"objective": {"reference_every": 7}}
     started = run_started("v0")
     history.run_started = msgspec.structs.replace(started, config=config)
-    gone = droppable(history, None, (history.next_step,), 1)
-    assert gone and not [version for version in gone if version % 7 == 0]
+    removed = droppable(history, None, (history.next_step,), 1)
+    assert removed and not [version for version in removed if version % 7 == 0]
     history.run_started = started
-    assert set(gone) < set(droppable(history, None, (history.next_step,), 1))
+    assert set(removed) < set(droppable(history, None, (history.next_step,), 1))
 
 
 def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:
@@ -235,16 +235,16 @@ def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:
 
 def test_a_file_that_a_kept_version_has_too_is_not_deleted() -> None:
     """A step without changes gives the same weights: one file, two versions."""
-    made = Commits(4, digests=["a", "b", "a", "c"])
-    made.history.kept -= {1, 2}
-    files = files_of(made.history, [1, 2])
+    commits = Commits(4, digests=["a", "b", "a", "c"])
+    commits.history.kept -= {1, 2}
+    files = files_of(commits.history, [1, 2])
     assert files.weights == ("b",)
 
 
 def test_optimizer_states_go_with_their_versions() -> None:
-    made = Commits(4, checkpoint_every=2)
-    made.history.kept -= {1, 2}
-    assert files_of(made.history, [1, 2]).optimizers == (made.checkpoint(2),)
+    commits = Commits(4, checkpoint_every=2)
+    commits.history.kept -= {1, 2}
+    assert files_of(commits.history, [1, 2]).optimizers == (commits.checkpoint(2),)
 
 
 @given(st.data())
@@ -276,14 +276,14 @@ def test_trainer_drops_after_the_commit_that_says_so(tmp_path: Path) -> None:
         stage.take_new(step, pins=(step,))
         trainer.train_to(step + 1)
         trainer.tick(3)
-    found = stage.commits()
+    commits = stage.commits()
     # Checkpoints are 2, 4, 6, 8; every second of them 4 and 8; the newest two 6 and 8.
-    assert sorted(v for one in found for v in one.dropped) == [1, 2, 3, 5, 7]
-    digests = [stage.policy.digest, *(one.digest_after for one in found)]
-    there = [version for version, one in enumerate(digests) if stage.store.has_weights(one)]
+    assert sorted(v for commit in commits for v in commit.dropped) == [1, 2, 3, 5, 7]
+    digests = [stage.policy.digest, *(commit.digest_after for commit in commits)]
+    there = [version for version, digest in enumerate(digests) if stage.store.has_weights(digest)]
     assert there == [0, 4, 6, 8, 9]
-    optimizers = [one.step + 1 for one in found if one.checkpoint]
-    kept = [v for v in optimizers if stage.store.has_blob("optimizer", _checkpoint(found[v - 1]))]
+    optimizers = [commit.step + 1 for commit in commits if commit.checkpoint]
+    kept = [v for v in optimizers if stage.store.has_blob("optimizer", _checkpoint(commits[v - 1]))]
     assert optimizers == [2, 4, 6, 8] and kept == [4, 6, 8]
 
 
@@ -296,11 +296,11 @@ def test_restart_deletes_nothing_and_the_next_commit_goes_on(tmp_path: Path) -> 
         stage.take_new(step, pins=(step,))
         first.train_to(step + 1)
     first.close()
-    names = {one.name for one in stage.store.everything()}
+    names = {file.name for file in stage.store.everything()}
     again = stage.trainer(keep_every=2)
     again.train_to(5)
     again.tick(20)
-    assert {one.name for one in stage.store.everything()} == names
+    assert {file.name for file in stage.store.everything()} == names
     stage.commits()
     stage.take_new(5, pins=(3, 5))
     again.train_to(6)
@@ -342,11 +342,11 @@ def test_killed_before_it_deletes_what_was_dropped_stays_and_harms_nobody(tmp_pa
         stage.take_new(step, pins=(step,))
         trainer.train_to(step + 1)
     trainer.close()
-    assert [len(one.weights) for one in effects] == [1, 1]
+    assert [len(effect.weights) for effect in effects] == [1, 1]
     again = stage.trainer(keep_every=1, checkpoint_every=50)
     again.train_to(4)
     again.tick(10)
-    assert all(stage.store.has_weights(one.weights[0]) for one in effects)
+    assert all(stage.store.has_weights(effect.weights[0]) for effect in effects)
     assert again.machine.history.kept == {0, 3, 4}
 
 

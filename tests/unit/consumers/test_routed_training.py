@@ -43,9 +43,9 @@ class Policy:
         self.weights = self.store.weights_path(self.manifest.digest)
 
     def model(self) -> TorchModel:
-        made = TorchModel(self.assets, device="cpu")
-        made.load(self.weights)
-        return made
+        model = TorchModel(self.assets, device="cpu")
+        model.load(self.weights)
+        return model
 
     def trainer(
         self, micro_batch_tokens: int = 4096, router_aux_loss: float = 0.0, **memory: Any
@@ -55,9 +55,9 @@ class Policy:
             memory=MemoryOptions(**memory),
             router_aux_loss=router_aux_loss,
         )
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
     def sampled(self) -> TokensSampled:
         engine = TorchEngine.open(
@@ -65,8 +65,8 @@ class Policy:
         )
         engine.add(engine_request("r", PROMPT, max_tokens=20, routes=True))
         events = [event for _ in range(20) for event in engine.step()]
-        (found,) = [one for one in events if isinstance(one, TokensSampled)]
-        return found
+        (event,) = [event for event in events if isinstance(event, TokensSampled)]
+        return event
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3"])
@@ -79,9 +79,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy("qwen3_moe", tmp_path_factory.mktemp("one"))
 
 
-def logprobs(model: TorchModel, said: TokensSampled, routes: Routes | None) -> torch.Tensor:
-    ids = [*PROMPT, *said.token_ids]
-    mask = [0] * len(PROMPT) + [1] * len(said.token_ids)
+def logprobs(model: TorchModel, sampled: TokensSampled, routes: Routes | None) -> torch.Tensor:
+    ids = [*PROMPT, *sampled.token_ids]
+    mask = [0] * len(PROMPT) + [1] * len(sampled.token_ids)
     row = (ids, mask, [0.0] * len(ids))
     choices = [None if routes is None else routes.choices]
     with torch.no_grad():
@@ -96,23 +96,23 @@ def turned(routes: Routes) -> Routes:
 
 
 def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Policy) -> None:
-    said, model = policy.sampled(), policy.model()
-    assert said.routes is not None
-    recorded = torch.tensor(said.logprobs)
-    assert float((logprobs(model, said, said.routes) - recorded).abs().max()) < NEAR
+    text, model = policy.sampled(), policy.model()
+    assert text.routes is not None
+    recorded = torch.tensor(text.logprobs)
+    assert float((logprobs(model, text, text.routes) - recorded).abs().max()) < NEAR
     assert (model.routed.differing, model.routed.seen) == (0, model.routed.layers * 36)
-    elsewhere = logprobs(model, said, turned(said.routes))
+    elsewhere = logprobs(model, text, turned(text.routes))
     assert float((elsewhere - recorded).abs().max()) > 1e-3
     assert model.routed.differing > 0
-    assert float((logprobs(model, said, None) - recorded).abs().max()) < NEAR
+    assert float((logprobs(model, text, None) - recorded).abs().max()) < NEAR
 
 
 def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
-    said, model = qwen3.sampled(), qwen3.model()
-    assert said.routes is not None
-    many = Routes.of(said.routes.choices[:, :1], 8)
+    text, model = qwen3.sampled(), qwen3.model()
+    assert text.routes is not None
+    many = Routes.of(text.routes.choices[:, :1], 8)
     with pytest.raises(PolicyError, match="experts of 1 layers, 2 for a token"):
-        logprobs(model, said, many)
+        logprobs(model, text, many)
 
 
 def test_a_router_of_deepseek_that_chooses_group_by_group_takes_experts_of_a_record() -> None:
@@ -126,12 +126,12 @@ def test_a_router_of_deepseek_that_chooses_group_by_group_takes_experts_of_a_rec
     gate = network.model.layers[1].mlp.gate
     torch.nn.init.normal_(gate.weight)
     ids, routed = torch.tensor([PROMPT]), RoutedExperts(network)
-    seen: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     with torch.no_grad():
-        hook = gate.register_forward_hook(lambda *said: seen.append(said[2][2]))
+        hook = gate.register_forward_hook(lambda *text: tensors.append(text[2][2]))
         own = network(ids).logits
         hook.remove()
-        (chosen,) = seen
+        (chosen,) = tensors
         assert (chosen // 4 == chosen[:, :1] // 4).all(), "of one group of four"
         routed.take(chosen.unsqueeze(1))
         assert torch.equal(network(ids).logits, own)
@@ -154,31 +154,33 @@ def test_a_disturbance_of_the_router_is_called_routing(
     for seed, name in enumerate(names):
         engine.add(engine_request(name, PROMPT, seed=seed, max_tokens=20, routes=True))
     events = [event for _ in range(20) for event in engine.step()]
-    said = {one.request: one for one in events if isinstance(one, TokensSampled)}
-    made = [
+    texts = {event.request: event for event in events if isinstance(event, TokensSampled)}
+    created = [
         replace(
             make_trajectory(
-                name, prompt=PROMPT, sampled=said[name].token_ids, logprobs=said[name].logprobs
+                name, prompt=PROMPT, sampled=texts[name].token_ids, logprobs=texts[name].logprobs
             ),
-            routed_experts=said[name].routes,
+            routed_experts=texts[name].routes,
         )
         for name in names
     ]
     batch = TrainBatch(
-        step=0, groups=[TrainGroup(group=names[0][:11], version=0, trajectories=made)]
+        step=0, groups=[TrainGroup(group=names[0][:11], version=0, trajectories=created)]
     )
-    found = measure(batch, policy.trainer(), lambda _: (policy.weights, policy.manifest.digest))
-    causes = {one.cause: one for one in found.metrics}
-    assert found.rerouted is not None and found.rerouted.choices == 4 * 36
+    measurement = measure(
+        batch, policy.trainer(), lambda _: (policy.weights, policy.manifest.digest)
+    )
+    causes = {metric.cause: metric for metric in measurement.metrics}
+    assert measurement.rerouted is not None and measurement.rerouted.choices == 4 * 36
     assert causes["numerics"].largest < NEAR and causes["trained"].largest < NEAR
     if not planted:
-        assert found.rerouted.differing == 0 and causes["routing"].largest < NEAR
+        assert measurement.rerouted.differing == 0 and causes["routing"].largest < NEAR
         return
-    assert found.rerouted.differing > 0
+    assert measurement.rerouted.differing > 0
     assert causes["routing"].largest > 100 * NEAR
     share = causes["routing"].share
     assert share is not None and share > 0.99
-    assert found.plain()["causes"]["routing"]["share"] == share
+    assert measurement.plain()["causes"]["routing"]["share"] == share
 
 
 def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
@@ -186,12 +188,14 @@ def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, to
     step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
     trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
     return {
-        name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
+        name: entry.grad.clone()
+        for name, entry in trainer._model.parameters()
+        if entry.grad is not None
     }
 
 
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    pairs = [(one[name].double(), other[name].double()) for name in other]
+def apart(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    pairs = [(tensors[name].double(), other[name].double()) for name in other]
     gap = sum(float((a - b).square().sum()) for a, b in pairs)
     return float(np.sqrt(gap / sum(float(b.square().sum()) for _, b in pairs)))
 
@@ -202,36 +206,36 @@ def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) ->
     assert apart(gradients(qwen3, make_batch(seed=0)), logged) > 1e-2
     assert float(logged["model.layers.1.mlp.gate.weight"].abs().max()) > 0
     again = gradients(qwen3, batch, gradient_checkpointing=True)
-    assert all(torch.equal(again[name], one) for name, one in logged.items())
+    assert all(torch.equal(again[name], fact) for name, fact in logged.items())
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         assert apart(gradients(qwen3, batch, **options), logged) < 1e-5
 
 
 def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:
     model, ids = qwen3.model(), [list(range(4, 14)), list(range(20, 51))]
-    rows = [(one, [0, *[1] * (len(one) - 1)], [0.0] * len(one)) for one in ids]
+    rows = [(token_id, [0, *[1] * (len(token_id) - 1)], [0.0] * len(token_id)) for token_id in ids]
     passage = passage_of(rows, width=40, device="cpu")
     for weights, row in zip(([1.0, 0.0], [0.0, 1.0]), ids, strict=True):
-        one = model.logprobs_and_balance(passage, weights)[1]
-        said = model.network(input_ids=torch.tensor([row]), output_router_logits=True)
-        torch.testing.assert_close(one, said.aux_loss, rtol=1e-6, atol=1e-6)
+        entry = model.logprobs_and_balance(passage, weights)[1]
+        network = model.network(input_ids=torch.tensor([row]), output_router_logits=True)
+        torch.testing.assert_close(entry, network.aux_loss, rtol=1e-6, atol=1e-6)
 
 
 def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
     qwen3: Policy,
 ) -> None:
     batch = routed(make_batch(seed=0), layers=2)
-    plain, whole = (gradients(qwen3, batch, router_aux_loss=one) for one in (0.0, 0.5))
+    plain, full = (gradients(qwen3, batch, router_aux_loss=entry) for entry in (0.0, 0.5))
     twice = gradients(qwen3, batch, router_aux_loss=1.0)
     gate = "model.layers.0.mlp.gate.weight"
-    added = whole[gate] - plain[gate]
+    added = full[gate] - plain[gate]
     torch.testing.assert_close(twice[gate] - plain[gate], 2 * added, rtol=1e-3, atol=1e-6)
     assert float(added.abs().max()) > 1e-4
     again = gradients(qwen3, batch, router_aux_loss=0.5, gradient_checkpointing=True)
-    assert all(torch.equal(again[name], one) for name, one in whole.items())
+    assert all(torch.equal(again[name], entry) for name, entry in full.items())
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         laid = gradients(qwen3, batch, router_aux_loss=0.5, **options)
-        assert apart(laid, whole) < 1e-5
+        assert apart(laid, full) < 1e-5
     # One sequence per pass: a router near a tie then chooses the same.
     trainer = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1)
     assert trainer.numerics()["router_aux_loss"] == "0.5"

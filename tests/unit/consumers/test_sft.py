@@ -61,9 +61,9 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def warm_up(model_dir: Path, out: Path, **options: Any) -> SftResult:
     settings = {"steps": 40, "batch": 4, "learning_rate": 3e-3} | options
     rows = settings.pop("rows", ROWS)
-    told = {"progress": settings.pop("progress")} if "progress" in settings else {}
+    reply = {"progress": settings.pop("progress")} if "progress" in settings else {}
     encode = settings.pop("encode", None) or RowEncoder.open(config_of(model_dir))
-    return train_sft(model_dir, rows, out, encode=encode, options=SftOptions(**settings), **told)
+    return train_sft(model_dir, rows, out, encode=encode, options=SftOptions(**settings), **reply)
 
 
 def digest_of(directory: Path) -> str:
@@ -76,12 +76,12 @@ def answer(model_dir: Path, prompt: str) -> tuple[str, bool]:
     load: Any = AutoModelForCausalLM.from_pretrained
     network = load(model_dir)
     ids = tokenizer.prompt_ids(prompt)
-    said: list[int] = []
-    while len(said) < 4 and (not said or said[-1] not in tokenizer.stop_ids):
+    texts: list[int] = []
+    while len(texts) < 4 and (not texts or texts[-1] not in tokenizer.stop_ids):
         with torch.no_grad():
-            logits = network(input_ids=torch.tensor([[*ids, *said]])).logits[0, -1]
-        said.append(int(logits.argmax()))
-    return tokenizer.text(said), said[-1] in tokenizer.stop_ids
+            logits = network(input_ids=torch.tensor([[*ids, *texts]])).logits[0, -1]
+        texts.append(int(logits.argmax()))
+    return tokenizer.text(texts), texts[-1] in tokenizer.stop_ids
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,10 @@ def test_adapter_learns_beside_the_model_and_is_written_merged_and_alone(
     assert {"adapter_config.json", "adapter_model.safetensors"} <= adapted
     warm_up(model_dir, tmp_path / "base", steps=1, learning_rate=0.0)
     base, merged = (
-        {one.name: one.sha256 for one in read_manifest(where / "model.safetensors").tensors}
+        {
+            tensor.name: tensor.sha256
+            for tensor in read_manifest(where / "model.safetensors").tensors
+        }
         for where in (tmp_path / "base", tmp_path / "out")
     )
     changed = {name.split(".")[-2] for name in base if merged[name] != base[name]}
@@ -156,10 +159,10 @@ EXAMPLES = st.lists(st.integers(2, 20), min_size=1, max_size=30).map(
 @given(EXAMPLES)
 def test_packed_rows_hold_every_example_once_and_none_is_too_long(examples: list[Example]) -> None:
     rows = rows_of(examples, packing=True, context_tokens=20)
-    assert all(sum(len(one.token_ids) for one in row) <= 20 for row in rows)
-    held = [one.token_ids[0] for row in rows for one in row]
+    assert all(sum(len(trajectory.token_ids) for trajectory in row) <= 20 for row in rows)
+    held = [trajectory.token_ids[0] for row in rows for trajectory in row]
     assert sorted(held) == list(range(len(examples)))
-    total = sum(len(one.token_ids) for one in examples)
+    total = sum(len(example.token_ids) for example in examples)
     assert len(rows) <= max(1, math.ceil(2 * total / 20))
 
 
@@ -220,9 +223,9 @@ def test_batch_without_a_token_to_learn_is_refused(model_dir: Path, tmp_path: Pa
     ],
 )
 def test_row_of_no_known_form_is_named(model_dir: Path, tmp_path: Path, row: Row, why: str) -> None:
-    with pytest.raises(TaskError, match=f"row 0: {why}") as found:
+    with pytest.raises(TaskError, match=f"row 0: {why}") as raised:
         warm_up(model_dir, tmp_path / "out", rows=[row])
-    assert "messages" in (found.value.hint or "")
+    assert "messages" in (raised.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
@@ -275,7 +278,7 @@ def said_by(chat_dir: Path, example: Example) -> list[str]:
     return [
         tokenizer.full_text([token for token, _ in pairs])
         for counts, of in itertools.groupby(
-            zip(example.token_ids, example.mask, strict=True), key=lambda one: one[1]
+            zip(example.token_ids, example.mask, strict=True), key=lambda value: value[1]
         )
         if (pairs := list(of)) and counts
     ]
@@ -295,8 +298,8 @@ def test_every_form_of_a_conversation_is_the_same_example(
     chat_dir: Path, row: Row, task: dict[str, Any]
 ) -> None:
     example = RowEncoder.open(config_of(chat_dir, **task))(row)
-    whole = Tokenizer(chat_dir).full_text(example.token_ids)
-    assert whole.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
+    full = Tokenizer(chat_dir).full_text(example.token_ids)
+    assert full.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
     assert said_by(chat_dir, example) == ["4<|im_end|>"]
 
 
@@ -304,8 +307,8 @@ def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> No
     talk = [USER, SAID, {"role": "user", "content": "And 4+4?"}, {**SAID, "content": "8"}]
     encode = RowEncoder.open(config_of(chat_dir, system_prompt="Be brief."))
     example = encode({"messages": talk})
-    whole = Tokenizer(chat_dir).full_text(example.token_ids)
-    assert whole.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    full = Tokenizer(chat_dir).full_text(example.token_ids)
+    assert full.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert said_by(chat_dir, example) == ["4<|im_end|>", "8<|im_end|>"]
 
 
@@ -351,8 +354,8 @@ def test_a_warm_start_and_a_run_have_equal_prompts(
     prompt = prompt_of(ready, tokenizer, chat)
     ids = list(prompt.prompt_ids if isinstance(prompt, Conversation) else prompt)
     assert ("weather" in tokenizer.full_text(ids)) == bool(row.get("tools"))
-    for one in (row, *demonstrations(config, seed=0, count=1)):
-        example = RowEncoder.open(config)(one)
+    for entry in (row, *demonstrations(config, seed=0, count=1)):
+        example = RowEncoder.open(config)(entry)
         assert list(example.token_ids[: example.mask.index(1)]) == ids
 
 

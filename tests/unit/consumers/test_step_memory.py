@@ -30,23 +30,23 @@ NEAR = 1e-6
 """Relative error of another summation order in float32."""
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
+def apart(tensor: Tensor, other: Tensor) -> float:
+    return float((tensor.double() - other.double()).norm() / other.double().norm())
 
 
 def graded(chunks: int, *, bias: bool, plain: bool, temperature: float) -> list[Tensor]:
     chance = torch.Generator().manual_seed(7)
     head = torch.nn.Linear(24, 50, bias=bias)
-    for one in head.parameters():
-        one.data.copy_(torch.randn(one.shape, generator=chance))
+    for parameter in head.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=chance))
     if not plain:
         head.register_forward_hook(lambda module, inputs, output: output * 1.0)
     hidden = torch.randn(83, 24, generator=chance).requires_grad_()
     targets = torch.randint(0, 50, (83,), generator=chance)
-    found = head_logprobs(head, hidden, targets, temperature=temperature, chunks=chunks)
-    wanted = torch.randn(83, generator=chance)
+    logprobs = head_logprobs(head, hidden, targets, temperature=temperature, chunks=chunks)
+    values = torch.randn(83, generator=chance)
     leaves = [hidden, *head.parameters()]
-    return [found.detach(), *torch.autograd.grad(found, leaves, wanted)]
+    return [logprobs.detach(), *torch.autograd.grad(logprobs, leaves, values)]
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["linear", "with a hook"])
@@ -58,9 +58,9 @@ def test_head_in_chunks_is_the_head_at_once(
 ) -> None:
     shape: dict[str, Any] = {"bias": bias, "plain": plain, "temperature": temperature}
     with deterministic(1):
-        whole, cut = graded(1, **shape), graded(chunks, **shape)
-    for one, other in zip(cut, whole, strict=True):
-        assert apart(one, other) < NEAR
+        full, cut = graded(1, **shape), graded(chunks, **shape)
+    for entry, other in zip(cut, full, strict=True):
+        assert apart(entry, other) < NEAR
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -74,7 +74,7 @@ def test_token_ids_without_a_token_have_no_share_of_the_distribution(
         head.register_forward_hook(lambda module, inputs, output: output * 1.0)
     hidden = torch.randn(9, 8, generator=chance)
     targets = torch.randint(0, 15, (9,), generator=chance)
-    found = head_logprobs(
+    logprobs = head_logprobs(
         head,
         hidden,
         targets,
@@ -83,8 +83,8 @@ def test_token_ids_without_a_token_have_no_share_of_the_distribution(
         unassigned=UnassignedRows(range(15, 20), 20),
     )
     kept = torch.log_softmax(head(hidden)[:, :15] / 0.7, -1)
-    assert torch.allclose(found, kept.gather(1, targets[:, None])[:, 0], atol=1e-6)
-    (gradient,) = torch.autograd.grad(found.sum(), [head.weight])
+    assert torch.allclose(logprobs, kept.gather(1, targets[:, None])[:, 0], atol=1e-6)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), [head.weight])
     assert gradient.isfinite().all() and not gradient[15:].any() and gradient[:15].any()
 
 
@@ -101,18 +101,18 @@ class Policy:
         options = TorchOptions(
             lora=lora, micro_batch_tokens=micro_batch_tokens, memory=MemoryOptions(**memory)
         )
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
     def gradients(self, batch: TrainBatch, **options: Any) -> dict[str, Tensor]:
         trainer = self.trainer(**options)
         step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
         trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
         return {
-            name: one.grad.clone()
-            for name, one in trainer._model.parameters()
-            if one.grad is not None
+            name: entry.grad.clone()
+            for name, entry in trainer._model.parameters()
+            if entry.grad is not None
         }
 
 
@@ -133,23 +133,23 @@ LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "down_proj", "lm_head")
 def test_step_in_chunks_has_the_gradients_of_one_without(
     policy: Policy, lora: LoraOptions | None, packing: bool, chunk: str
 ) -> None:
-    whole = policy.gradients(BATCH, lora=lora, packing=packing)
+    gradients = policy.gradients(BATCH, lora=lora, packing=packing)
     cut = policy.gradients(BATCH, lora=lora, packing=packing, **{chunk: 7})
-    assert whole.keys() == cut.keys()
-    assert whole
-    for name, one in whole.items():
-        if float(one.norm()):
-            assert apart(cut[name], one) < NEAR, name
+    assert gradients.keys() == cut.keys()
+    assert gradients
+    for name, gradient in gradients.items():
+        if float(gradient.norm()):
+            assert apart(cut[name], gradient) < NEAR, name
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
 def test_step_with_gradient_checkpointing_has_equal_bits_and_computes_layers_twice(
     policy: Policy, lora: LoraOptions | None
 ) -> None:
-    whole, again = policy.trainer(lora), policy.trainer(lora, gradient_checkpointing=True)
-    assert [counted(one) for one in (whole, again)] == [1, 2]
-    assert whole.manifest().digest == again.manifest().digest
-    assert whole.numerics() == again.numerics()
+    trainer, again = policy.trainer(lora), policy.trainer(lora, gradient_checkpointing=True)
+    assert [counted(entry) for entry in (trainer, again)] == [1, 2]
+    assert trainer.manifest().digest == again.manifest().digest
+    assert trainer.numerics() == again.numerics()
 
 
 @pytest.mark.gpu
@@ -187,8 +187,8 @@ def test_gradient_checkpointing_refuses_a_model_that_would_drop_out(policy: Poli
         checkpoint_layers(network)
 
 
-def dropping(module: Any, given: Any, found: Tensor) -> Tensor:
-    return torch.nn.functional.dropout(found, 0.5, training=module.training)
+def dropping(module: Any, given: Any, tensor: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(tensor, 0.5, training=module.training)
 
 
 @settings(max_examples=6, deadline=None)
@@ -197,11 +197,11 @@ def test_step_whose_sequences_share_lines_has_the_gradients_of_one_without(
     policy: Policy, seed: int, longest: int, tokens: int
 ) -> None:
     batch = make_batch(seed=seed, groups=3, samples=3, tokens=(1, longest))
-    whole = policy.gradients(batch, micro_batch_tokens=tokens)
+    gradients = policy.gradients(batch, micro_batch_tokens=tokens)
     packed = policy.gradients(batch, micro_batch_tokens=tokens, packing=True)
-    assert whole.keys() == packed.keys()
-    for name, one in whole.items():
-        assert apart(packed[name], one) < NEAR, name
+    assert gradients.keys() == packed.keys()
+    for name, gradient in gradients.items():
+        assert apart(packed[name], gradient) < NEAR, name
 
 
 def test_packed_step_gives_equal_bits_again(policy: Policy) -> None:

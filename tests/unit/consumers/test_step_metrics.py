@@ -18,8 +18,8 @@ from tests.support.batches import make_batch
 from tests.unit.consumers.test_training_contexts import step_of
 
 
-def _ends(one: Trajectory, finish: FinishReason) -> Trajectory:
-    return replace(one, meta=msgspec.structs.replace(one.meta, finish=finish))
+def _ends(trajectory: Trajectory, finish: FinishReason) -> Trajectory:
+    return replace(trajectory, meta=msgspec.structs.replace(trajectory.meta, finish=finish))
 
 
 @pytest.mark.parametrize("reward", [1.0, None])
@@ -30,8 +30,8 @@ def test_entropy_and_truncated_share_are_of_all_trajectories(reward: float | Non
         replace(
             group,
             trajectories=[
-                replace(_ends(one, finish), reward=reward)
-                for one, finish in zip(group.trajectories, finishes, strict=True)
+                replace(_ends(trajectory, finish), reward=reward)
+                for trajectory, finish in zip(group.trajectories, finishes, strict=True)
             ],
         )
         for group in batch.groups

@@ -38,8 +38,8 @@ def said(scores: Scores) -> list[list[float]]:
         try:
             next(scores)
         except StopIteration as ended:
-            found: list[list[float]] = ended.value
-            return found
+            value: list[list[float]] = ended.value
+            return value
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expected(directory: Path, temperature: float = 1.0) -> list[list[float]]:
     """Return log-probs by position, row by row, in double precision."""
-    found = []
+    results = []
     for ids, mask in ROWS:
-        whole = own_logprobs(directory, ids, temperature)
-        found.append([whole[at - 1] for at in range(1, len(ids)) if mask[at]])
-    return found
+        logprobs = own_logprobs(directory, ids, temperature)
+        results.append([logprobs[index - 1] for index in range(1, len(ids)) if mask[index]])
+    return results
 
 
 # A directory
@@ -70,10 +70,10 @@ def test_directory_says_the_log_softmax_of_its_logits_however_it_is_packed(
     directory: Path, temperature: float, tokens: int
 ) -> None:
     options = ModelOptions(temperature=temperature, padded_tokens_max=tokens)
-    found = said(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
-    for row, own in zip(found, expected(directory, temperature), strict=True):
+    text = said(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
+    for row, own in zip(text, expected(directory, temperature), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
-        assert [float(np.float32(one)) for one in row] == row
+        assert [float(np.float32(entry)) for entry in row] == row
 
 
 def test_directory_is_named_by_its_weights_and_others_are_refused(
@@ -101,22 +101,22 @@ def config_of(**teacher: Any) -> Config:
     }
     objective = {"kind": "distill"}
     workers = {"max_model_len": 64}
-    whole = {**plain, "teacher": teacher, "objective": objective, "workers": workers}
-    return msgspec.convert(whole, Config)
+    full = {**plain, "teacher": teacher, "objective": objective, "workers": workers}
+    return msgspec.convert(full, Config)
 
 
 def test_teacher_of_a_run_that_starts_has_the_tokens_of_its_policy(
     directory: Path, tmp_path: Path
 ) -> None:
     config = config_of(path=str(directory))
-    found = with_digest(config, directory)
-    assert found.teacher.digest == weights_digest(directory)
-    assert isinstance(open_teacher(found, directory, "cpu"), ModelTeacher)
+    digest = with_digest(config, directory)
+    assert digest.teacher.digest == weights_digest(directory)
+    assert isinstance(open_teacher(digest, directory, "cpu"), ModelTeacher)
     other = make_qwen2(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"token 1 of the policy is '<bos>', and .* has no such"):
         with_digest(config, other)
     with pytest.raises(ConfigError, match="token 1 of the policy is '<bos>'"):
-        open_teacher(found, other, "cpu")
+        open_teacher(digest, other, "cpu")
     (other / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
         with_digest(config, other)
@@ -138,10 +138,10 @@ def teacher(directory: Path) -> Iterator[Teacher]:
 
 
 def test_endpoint_says_what_the_directory_says(directory: Path, teacher: Teacher) -> None:
-    found = said(teacher.logprobs(ROWS))
-    for row, own in zip(found, expected(directory), strict=True):
+    text = said(teacher.logprobs(ROWS))
+    for row, own in zip(text, expected(directory), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
-        assert [float(np.float32(one)) for one in row] == row
+        assert [float(np.float32(entry)) for entry in row] == row
     assert said(teacher.logprobs([])) == []
     assert not teacher.repeatable and teacher.name() == "endpoint big"
 
@@ -171,8 +171,8 @@ def test_requests_are_made_again_and_it_is_said_how_many_are_open(directory: Pat
         }
 
 
-def answer(seen: object) -> bytes:
-    return json.dumps({"choices": [{"index": 0, "prompt_logprobs": seen}]}).encode()
+def answer(observed: object) -> bytes:
+    return json.dumps({"choices": [{"index": 0, "prompt_logprobs": observed}]}).encode()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,6 @@ def test_endpoint_that_does_not_say_it_ends_the_step_with_one_line(
         assert ended.value.waited_out == (status == 503)
         assert teacher.waits_for == ""
     if status == 503:
-        gone = EndpointTeacher(there.url, OPTIONS)
+        removed_teacher = EndpointTeacher(there.url, OPTIONS)
         with pytest.raises(ResourceError, match="does not answer"):
-            said(gone.logprobs([([1, 9], [0, 1])]))
+            said(removed_teacher.logprobs([([1, 9], [0, 1])]))

@@ -35,13 +35,13 @@ class Policy:
         self.base = self.store.weights_path(self.manifest.digest)
 
     def trainer(self, options: LoraOptions | None = OPTIONS, **more: Any) -> TorchLearner:
-        made = TorchLearner(
+        learner = TorchLearner(
             self.store.assets_path(self.assets),
             reference=self.base,
             options=TorchOptions(lora=options, **more),
         )
-        made.load(self.base, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner.load(self.base, digest=self.manifest.digest, optimizer=None)
+        return learner
 
     def saved(self, trainer: TorchLearner) -> Manifest:
         return self.store.publish_weights(trainer.save_weights)
@@ -85,12 +85,12 @@ def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
     assert trainer._reference is None
     ids, mask = ROWS[0]
     passage = passage_of([(ids, mask, [0.0] * len(ids))], width=len(ids), device="cpu")
-    whole = policy.trainer(None)
+    full_trainer = policy.trainer(None)
     model: Any = trainer._model
     model.refer_to(None)
-    found = model.reference_logprobs(passage)
-    assert found.equal(whole._model.logprobs(passage).detach())
-    assert not found.equal(model.logprobs(passage).detach()), "and it is on again"
+    logprobs = model.reference_logprobs(passage)
+    assert logprobs.equal(full_trainer._model.logprobs(passage).detach())
+    assert not logprobs.equal(model.logprobs(passage).detach()), "and it is on again"
 
 
 def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
@@ -98,14 +98,14 @@ def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
     trainer = policy.trainer()
     trainer.train(make_batch(seed=1), settings)
     first = policy.saved(trainer)
-    found = []
+    results = []
     for seed, digest in ((2, first.digest), (3, first.digest), (4, policy.manifest.digest)):
         weights = policy.store.weights_path(digest)
         reference = Reference(version=int(seed < 4), digest=digest, weights=weights)
         batch = dataclasses.replace(make_batch(seed=seed), reference=reference)
         named = {**settings, "trainer.reference": reference.version}
-        found.append(trainer.train(batch, named).metrics["kl"])
-    assert found[0] == 0.0 < found[1] < found[2]
+        results.append(trainer.train(batch, named).metrics["kl"])
+    assert results[0] == 0.0 < results[1] < results[2]
 
 
 def test_reference_on_another_base_is_refused(policy: Policy) -> None:
@@ -116,26 +116,28 @@ def test_reference_on_another_base_is_refused(policy: Policy) -> None:
 
 
 def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Path) -> None:
-    made = publish(
+    publication = publish(
         policy.store, random_adapter(policy.base, policy.manifest.digest, seed=5, size=0.1)
     )
-    path = policy.store.weights_path(made.digest)
+    path = policy.store.weights_path(publication.digest)
     trainer = policy.trainer()
-    trainer.load(path, digest=made.digest, optimizer=None)
-    export_model(policy.store, made.digest, policy.assets, tmp_path / "out")
+    trainer.load(path, digest=publication.digest, optimizer=None)
+    export_model(policy.store, publication.digest, policy.assets, tmp_path / "out")
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (ids, mask), mine in zip(ROWS, trainer.score(ROWS), strict=True):
         logits = torch.log_softmax(merged(torch.tensor([ids])).logits[0].detach().double(), -1)
-        wanted = [float(logits[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at]]
-        assert mine == pytest.approx(wanted, abs=1e-4)
+        expected = [
+            float(logits[index - 1, ids[index]]) for index in range(1, len(ids)) if mask[index]
+        ]
+        assert mine == pytest.approx(expected, abs=1e-4)
 
 
 def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
     """d loss / d B = scale * (d loss / d W) A^T, and for A accordingly."""
-    made = publish(
+    publication = publish(
         policy.store, random_adapter(policy.base, policy.manifest.digest, seed=6, size=0.1)
     )
-    path = policy.store.weights_path(made.digest)
+    path = policy.store.weights_path(publication.digest)
     model = LoraModel(
         policy.store.assets_path(policy.assets), base=policy.base, options=OPTIONS, device="cpu"
     )
@@ -152,11 +154,11 @@ def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
     merged(input_ids=ids).logits.square().mean().backward()
     weights = dict(merged.named_parameters())
     for layer, (a, b) in _matrices(model).items():
-        whole = weights[f"{layer}.weight"].grad
+        grad = weights[f"{layer}.weight"].grad
         assert a.grad is not None
         assert b.grad is not None
-        assert torch.allclose(b.grad, OPTIONS.scale * whole @ a.T, atol=1e-6, rtol=1e-3), layer
-        assert torch.allclose(a.grad, OPTIONS.scale * b.T @ whole, atol=1e-6, rtol=1e-3), layer
+        assert torch.allclose(b.grad, OPTIONS.scale * grad @ a.T, atol=1e-6, rtol=1e-3), layer
+        assert torch.allclose(a.grad, OPTIONS.scale * b.T @ grad, atol=1e-6, rtol=1e-3), layer
 
 
 def test_adapter_of_another_base_or_of_other_layers_is_refused(
@@ -167,19 +169,29 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
     with pytest.raises(PolicyError, match="has base weights abab"):
         trainer.load(policy.store.weights_path(other.digest), digest=other.digest, optimizer=None)
     odd = random_adapter(policy.base, policy.manifest.digest, seed=1, layers=("q_proj",))
-    some = publish(policy.store, odd)
+    publication = publish(policy.store, odd)
     with pytest.raises(PolicyError, match="on one side only"):
-        trainer.load(policy.store.weights_path(some.digest), digest=some.digest, optimizer=None)
+        trainer.load(
+            policy.store.weights_path(publication.digest), digest=publication.digest, optimizer=None
+        )
     far = dataclasses.replace(
         random_adapter(policy.base, policy.manifest.digest, seed=1), scale=0.5
     )
     with pytest.raises(PolicyError, match=r"its scale is 0\.5"):
-        made = publish(policy.store, far)
-        trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
+        new_publication = publish(policy.store, far)
+        trainer.load(
+            policy.store.weights_path(new_publication.digest),
+            digest=new_publication.digest,
+            optimizer=None,
+        )
     wide = random_adapter(policy.base, policy.manifest.digest, seed=1, rank=8)
     with pytest.raises(PolicyError, match="differs"):
-        made = publish(policy.store, wide)
-        trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
+        new_publication = publish(policy.store, wide)
+        trainer.load(
+            policy.store.weights_path(new_publication.digest),
+            digest=new_publication.digest,
+            optimizer=None,
+        )
 
 
 def test_layers_that_the_model_does_not_have_are_refused(policy: Policy) -> None:

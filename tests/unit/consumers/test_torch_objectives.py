@@ -37,9 +37,9 @@ class Policy:
 
     def trainer(self) -> TorchLearner:
         options = TorchOptions(micro_batch_tokens=128)
-        made = TorchLearner(self.assets, reference=self.weights, options=options)
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner = TorchLearner(self.assets, reference=self.weights, options=options)
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +49,15 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, Any]:
     """Return settings without `micro_batch_tokens`, an option of the trainer."""
-    found = {**OF_TRAINER, **objective_settings(kind, **keys), "trainer.minibatches": minibatches}
-    found.pop("trainer.micro_batch_tokens")
-    return found
+    results = {**OF_TRAINER, **objective_settings(kind, **keys), "trainer.minibatches": minibatches}
+    results.pop("trainer.micro_batch_tokens")
+    return results
 
 
 def batch_of(seed: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0)) -> TrainBatch:
-    made = make_batch(seed=seed, step=max(versions), groups=len(versions), samples=3, valid=0.9)
-    groups = [replace(one, version=v) for one, v in zip(made.groups, versions, strict=True)]
-    return with_teacher(replace(made, groups=groups))
+    batch = make_batch(seed=seed, step=max(versions), groups=len(versions), samples=3, valid=0.9)
+    groups = [replace(group, version=v) for group, v in zip(batch.groups, versions, strict=True)]
+    return with_teacher(replace(batch, groups=groups))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,11 @@ def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy
     assert all(row["ratio_min"] < 1.0 or row["ratio_max"] > 1.0 for row in later)
     model = TorchModel(policy.assets, device="cpu")
     model.load(policy.weights)
-    by_name = {one.trajectory: one for group in batch_of().groups for one in group.trajectories}
+    by_name = {
+        trajectory.trajectory: trajectory
+        for group in batch_of().groups
+        for trajectory in group.trajectories
+    }
     for row in (*first, *later):
         weight = _weight(model, by_name[row["trajectory"]])
         assert row["weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
@@ -96,10 +100,10 @@ def _weight(model: TorchModel, trajectory: Any) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model.network(input_ids=ids).logits[0, :-1]
     table = logits.log_softmax(-1)
-    found = table.gather(1, ids[0, 1:, None])[:, 0]
+    result = table.gather(1, ids[0, 1:, None])[:, 0]
     first = trajectory.meta.prompt_tokens
     behaviour = torch.tensor(list(trajectory.logprobs)[first:])
-    return (found[first - 1 :] - behaviour).exp()
+    return (result[first - 1 :] - behaviour).exp()
 
 
 def test_version_baseline_is_over_the_whole_batch_and_not_over_its_minibatches(
@@ -107,7 +111,7 @@ def test_version_baseline_is_over_the_whole_batch_and_not_over_its_minibatches(
 ) -> None:
     batch = batch_of(versions=(0, 1, 0, 1))
     result, _ = policy.train(batch, settings_for("grpo", advantage="version-baseline"))
-    groups = [(one.version, [row.reward for row in one.trajectories]) for one in batch.groups]
+    groups = [(group.version, [row.reward for row in group.trajectories]) for group in batch.groups]
     expected = [
         advantage
         for of_group in batch_advantages(groups, "version-baseline", True)
@@ -143,11 +147,11 @@ def test_key_that_the_kind_needs_and_the_log_lacks_is_named() -> None:
 
 
 def test_changed_kind_of_a_recorded_step_starts_from_its_own_defaults() -> None:
-    found = changed_settings(SETTINGS, {"objective.kind": "dr-grpo"}, max_tokens=77)
-    assert found["objective.loss_tokens"] == 77
-    assert found["objective.advantage_std"] is False
-    assert found["trainer.learning_rate"] == SETTINGS["trainer.learning_rate"]
-    step_settings({**OF_TRAINER, **found})
+    settings = changed_settings(SETTINGS, {"objective.kind": "dr-grpo"}, max_tokens=77)
+    assert settings["objective.loss_tokens"] == 77
+    assert settings["objective.advantage_std"] is False
+    assert settings["trainer.learning_rate"] == SETTINGS["trainer.learning_rate"]
+    step_settings({**OF_TRAINER, **settings})
 
 
 def test_changed_key_that_the_kind_does_not_use_is_refused() -> None:

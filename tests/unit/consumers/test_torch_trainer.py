@@ -29,13 +29,13 @@ class Policy:
         self.weights = self.store.weights_path(self.manifest.digest)
 
     def trainer(self, **options: Any) -> TorchLearner:
-        made = TorchLearner(
+        learner = TorchLearner(
             self.store.assets_path(self.assets),
             reference=self.weights,
             options=TorchOptions(**options),
         )
-        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return made
+        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return learner
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
@@ -62,35 +62,44 @@ def plain_logprobs(model: Any, token_ids: list[int]) -> Tensor:
 def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings) -> Tensor:
     """Return the papers' objective of a batch, trajectory by trajectory."""
     total = torch.zeros((), dtype=torch.float64)
-    valid = [one for group in batch.groups for one in group.trajectories if one.valid]
-    tokens = sum(one.sampled for one in valid)
+    valid = [
+        trajectory
+        for group in batch.groups
+        for trajectory in group.trajectories
+        if trajectory.valid
+    ]
+    tokens = sum(row.sampled for row in valid)
     low, high = float(settings["objective.clip_low"]), float(settings["objective.clip_high"])
     kl = float(settings["objective.kl_coef"])
     for group in batch.groups:
         rewards = torch.tensor(
-            [one.reward for one in group.trajectories if one.reward is not None],
+            [
+                trajectory.reward
+                for trajectory in group.trajectories
+                if trajectory.reward is not None
+            ],
             dtype=torch.float64,
         )
-        for one in group.trajectories:
-            if one.reward is None:
+        for trajectory in group.trajectories:
+            if trajectory.reward is None:
                 continue
             # A single valid trajectory has no group to compare with.
             std = rewards.std() if len(rewards) > 1 else torch.zeros(())
-            advantage = (one.reward - rewards.mean()) / (std + 1e-4)
-            first = one.meta.prompt_tokens
-            logprobs = plain_logprobs(model, list(one.token_ids))[first - 1 :]
-            behaviour = torch.tensor(list(one.logprobs)[first:], dtype=torch.float64)
+            advantage = (trajectory.reward - rewards.mean()) / (std + 1e-4)
+            first = trajectory.meta.prompt_tokens
+            logprobs = plain_logprobs(model, list(trajectory.token_ids))[first - 1 :]
+            behaviour = torch.tensor(list(trajectory.logprobs)[first:], dtype=torch.float64)
             ratio = torch.exp(logprobs - behaviour)
             gain = torch.minimum(
                 ratio * advantage, torch.clip(ratio, 1 - low, 1 + high) * advantage
             )
             with torch.no_grad():
-                fixed = plain_logprobs(reference, list(one.token_ids))[first - 1 :]
+                fixed = plain_logprobs(reference, list(trajectory.token_ids))[first - 1 :]
             penalty = torch.exp(fixed - logprobs) - (fixed - logprobs) - 1
             if settings["objective.loss"] == "token-mean":
                 weight = 1 / tokens
             else:
-                weight = 1 / (len(valid) * one.sampled)
+                weight = 1 / (len(valid) * trajectory.sampled)
             total = total - (gain - kl * penalty).sum() * weight
     return total
 
@@ -169,9 +178,9 @@ def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(qwen
         trainer = qwen2.trainer(weight_decay=used)
         trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1, "trainer.learning_rate": rate})
         named = trainer._model.parameters()
-        after[used] = {name: one.detach().clone() for name, one in named}
-    before = {name: one.detach() for name, one in qwen2.trainer()._model.parameters()}
-    vectors = {name for name, one in before.items() if one.ndim == 1}
+        after[used] = {name: entry.detach().clone() for name, entry in named}
+    before = {name: entry.detach() for name, entry in qwen2.trainer()._model.parameters()}
+    vectors = {name for name, entry in before.items() if entry.ndim == 1}
     assert vectors and vectors != set(before)
     for name, start in before.items():
         shrunk = 0.0 if name in vectors else rate * decay
@@ -193,11 +202,11 @@ class TorchModelState:
 def test_cutting_a_minibatch_into_passes_does_not_change_its_gradient(policy: Policy) -> None:
     settings = {**SETTINGS, "trainer.minibatches": 1}
     batch = make_batch(seed=4, groups=4, samples=4)
-    whole = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).metrics
+    metrics = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).metrics
     cut = policy.trainer(micro_batch_tokens=64).train(batch, settings).metrics
-    assert cut["padded_tokens"] < whole["padded_tokens"]
-    assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
-    assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    assert cut["padded_tokens"] < metrics["padded_tokens"]
+    assert cut["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    assert cut["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
 
 
 def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: Policy) -> None:
@@ -213,10 +222,10 @@ def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: 
     assert passage.behaviour.tolist() == [-1.0, -2.0, -3.0]
     network = transformers_model(policy.directory)
     expected = [*plain_logprobs(network, rows[0][0])[1:], *plain_logprobs(network, rows[1][0])]
-    found = model.logprobs(passage)
-    assert found.tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
+    logprobs = model.logprobs(passage)
+    assert logprobs.tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
     model.lean = False
-    assert torch.allclose(model.logprobs(passage), found, atol=1e-6)
+    assert torch.allclose(model.logprobs(passage), logprobs, atol=1e-6)
 
 
 def test_invalid_samples_are_counted_and_move_nothing(qwen2: Policy) -> None:
@@ -228,18 +237,20 @@ def test_invalid_samples_are_counted_and_move_nothing(qwen2: Policy) -> None:
             type(group)(
                 group=group.group,
                 version=0,
-                trajectories=[one for one in group.trajectories if one.valid],
+                trajectories=[trajectory for trajectory in group.trajectories if trajectory.valid],
             )
             for group in batch.groups
         ],
     )
-    masked = sum(not one.valid for group in batch.groups for one in group.trajectories)
+    masked = sum(
+        not trajectory.valid for group in batch.groups for trajectory in group.trajectories
+    )
     assert masked > 0
-    one, other = qwen2.trainer(), qwen2.trainer()
-    metrics = one.train(batch, settings).metrics
+    trainer, other = qwen2.trainer(), qwen2.trainer()
+    metrics = trainer.train(batch, settings).metrics
     other.train(bare, settings)
     assert metrics["masked"] == masked
-    assert one.manifest() == other.manifest()
+    assert trainer.manifest() == other.manifest()
 
 
 def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2: Policy) -> None:
@@ -254,7 +265,9 @@ def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2
             batch.groups[0],
             replace(
                 batch.groups[1],
-                trajectories=[replace(one, reward=0.5) for one in batch.groups[1].trajectories],
+                trajectories=[
+                    replace(trajectory, reward=0.5) for trajectory in batch.groups[1].trajectories
+                ],
             ),
         ],
     )
@@ -310,8 +323,8 @@ def test_rewards_that_overflow_are_not_committed_and_name_the_way_out(
     batch = make_batch(seed=2, groups=1, samples=4)
     rewards = [reward, reward, reward, -reward]
     samples = [
-        replace(one, reward=value)
-        for one, value in zip(batch.groups[0].trajectories, rewards, strict=True)
+        replace(trajectory, reward=value)
+        for trajectory, value in zip(batch.groups[0].trajectories, rewards, strict=True)
     ]
     batch = replace(batch, groups=[replace(batch.groups[0], trajectories=samples)])
     settings = {**SETTINGS, "objective.advantage_std": divided}
@@ -372,11 +385,16 @@ def test_figures_are_finite_and_describe_the_batch(qwen2: Policy) -> None:
     batch = make_batch(seed=1, step=3, groups=3, samples=3)
     metrics = qwen2.trainer().train(batch, SETTINGS).metrics
     assert all(math.isfinite(value) for value in metrics.values())
-    rewards = [one.reward for group in batch.groups for one in group.trajectories if one.reward]
+    rewards = [
+        trajectory.reward
+        for group in batch.groups
+        for trajectory in group.trajectories
+        if trajectory.reward
+    ]
     assert metrics["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert metrics["trajectories"] == 9
     assert metrics["staleness_mean"] == metrics["staleness_max"] == 3
     assert metrics["token_staleness"] == 3
     assert metrics["tokens"] == sum(
-        one.sampled for group in batch.groups for one in group.trajectories
+        trajectory.sampled for group in batch.groups for trajectory in group.trajectories
     )

@@ -33,7 +33,7 @@ def test_adopted_weights_are_written_and_the_next_commit_says_so() -> None:
     driver.fetched(1)
     assert driver.trained(1) == [PublishPolicy(step=1, attempt=1, checkpoint=False)]
     driver.published(1)
-    assert [one.adopted for one in driver.written if isinstance(one, StepCommitted)] == [
+    assert [event.adopted for event in driver.written if isinstance(event, StepCommitted)] == [
         True,
         False,
     ]
@@ -90,8 +90,8 @@ def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
     driver.trained(0, attempt=2)
     driver.published(0, attempt=2)
     driver.react(after_ns=HEARTBEAT_NS)
-    said = [(one.phase, one.waits_for) for one in driver.statuses]
-    assert [one for one, _ in itertools.groupby(said)] == [
+    texts = [(status.phase, status.waits_for) for status in driver.statuses]
+    assert [entry for entry, _ in itertools.groupby(texts)] == [
         ("restoring", ""),
         ("idle", "decisions: reading those made before this start"),
         ("idle", "batch of step 0: no decision yet"),
@@ -113,7 +113,7 @@ def test_status_of_a_replay_says_how_far_it_is() -> None:
     again = Driver(history=driver.history)
     again.react()
     again.react(Replayed(step=0), after_ns=HEARTBEAT_NS)
-    assert [one.waits_for for one in again.statuses] == [
+    assert [status.waits_for for status in again.statuses] == [
         "replay of the committed steps: at step 0 of 2",
         "replay of the committed steps: at step 1 of 2",
     ]

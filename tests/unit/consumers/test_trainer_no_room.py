@@ -105,9 +105,9 @@ def place(request: pytest.FixtureRequest) -> Callable[[TrainerStage, str], Any]:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> TrainerStage:
-    made = TrainerStage(tmp_path / "stage")
-    made.start_run()
-    return made
+    stage = TrainerStage(tmp_path / "stage")
+    stage.start_run()
+    return stage
 
 
 def _waiting(stage: TrainerStage, trainer: StagedTrainer, seconds: float) -> None:
@@ -134,16 +134,16 @@ def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_
     stage.commits()
     stage.take_new(1)
     _waiting(stage, trainer, DELIVERY_TIMEOUT_S / 2)
-    assert [one.step for one in stage.commits()] == [0], "nothing is committed"
+    assert [commit.step for commit in stage.commits()] == [0], "nothing is committed"
     assert 10 < full.tries <= DELIVERY_TIMEOUT_S / 2 / ROOM_PAUSE_S + 1
-    said = [one for one in caplog.messages if "trying again for 120 s" in one]
-    assert len(said) == 1 and "no space left for a policy in" in said[0], caplog.messages
+    messages = [message for message in caplog.messages if "trying again for 120 s" in message]
+    assert len(messages) == 1 and "no space left for a policy in" in messages[0], caplog.messages
     (wait,) = stage.statuses()[-1].waits
     assert wait.name == "room" and wait.blocking
     assert wait.description.startswith("policy of step 1: no space left for a policy in ")
     full.full = False
     trainer.train_to(2)
-    assert any("space is available again" in one for one in caplog.messages)
+    assert any("space is available again" in message for message in caplog.messages)
     train(stage, trainer, 2)
     assert digests(stage) == digests(other)
     assert not any(wait.name == "room" for wait in stage.statuses()[-1].waits)
@@ -167,11 +167,11 @@ def test_trainer_ends_with_one_line_when_nobody_makes_room(
     assert "--resume" in (no.value.hint or "")
     assert stage.clock.ns - began_ns >= DELIVERY_TIMEOUT_S * 1e9
     trainer.close()
-    assert [one.step for one in stage.commits()] == [0]
+    assert [commit.step for commit in stage.commits()] == [0]
     full.full = False
     again = stage.trainer()
     again.train_to(2)
-    assert [one.step for one in stage.commits()] == [0, 1]
+    assert [commit.step for commit in stage.commits()] == [0, 1]
 
 
 def test_restored_trainer_without_room_for_its_weights_waits_too(stage: TrainerStage) -> None:

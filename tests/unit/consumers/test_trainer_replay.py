@@ -20,9 +20,9 @@ from tests.support.trainer_stage import TrainerStage, digests, train
 
 @pytest.fixture
 def stage(tmp_path: Path) -> TrainerStage:
-    made = TrainerStage(tmp_path)
-    made.start_run()
-    return made
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    return stage
 
 
 def test_replay_that_diverges_names_step_tensor_and_numerics(stage: TrainerStage) -> None:
@@ -45,9 +45,9 @@ def test_adopt_takes_the_committed_weights_and_logs_that_it_did(stage: TrainerSt
         trainer=SimulatedLearner(flavour="another machine"), adopt=True, checkpoint_every=100
     )
     train(stage, again, 2)
-    adopted = [one for one in stage.control() if isinstance(one, WeightsAdopted)]
-    assert [one.step for one in adopted] == [0, 1]
-    assert [one.digest_committed for one in adopted] == committed
+    adopted = [event for event in stage.control() if isinstance(event, WeightsAdopted)]
+    assert [commit.step for commit in adopted] == [0, 1]
+    assert [commit.digest_committed for commit in adopted] == committed
     last = stage.commits()[2]
     assert last.adopted
     assert last.digest_before == committed[1]
@@ -96,7 +96,7 @@ def replayed(
     assert base <= first
     log, run = (stage.bus, stage.topics), (stage.store, history)
     steps = replay_steps(*log, *run, trainer, commits[base:], clock=stage.clock)
-    return [one for one in steps if one.step >= first]
+    return [step for step in steps if step.step >= first]
 
 
 class Packs(SimulatedLearner):
@@ -150,7 +150,7 @@ def test_replay_reads_from_the_smallest_offset_that_its_steps_took(stage: Traine
     history = read_history(stage.bus, stage.topics, stage.clock)
     offsets: dict[int, int] = {}
     for commit in commits_of(stage)[3:]:
-        for taken in (one for group in commit.groups for one in group.trajectories):
+        for taken in (trajectory for group in commit.groups for trajectory in group.trajectories):
             offsets[taken.partition] = min(taken.offset, offsets.get(taken.partition, 1 << 60))
     assert history.starts_from(3) == offsets
     assert max(offsets.values()) > 0

@@ -18,9 +18,9 @@ from tests.support.trainer_stage import TrainerStage, digests, train, train_kill
 
 @pytest.fixture
 def stage(tmp_path: Path) -> TrainerStage:
-    made = TrainerStage(tmp_path)
-    made.start_run()
-    return made
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    return stage
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4))
@@ -34,7 +34,7 @@ def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
     train_killed(
         stage, [*lives, 3000], lambda: stage.trainer(checkpoint_every=checkpoint_every), steps=steps
     )
-    assert [one.step for one in stage.commits()] == list(range(steps))
+    assert [commit.step for commit in stage.commits()] == list(range(steps))
     unkilled = TrainerStage(tmp_path_factory.mktemp("unkilled"))
     unkilled.start_run()
     train(unkilled, unkilled.trainer(), *range(steps))
@@ -106,7 +106,7 @@ def test_older_trainer_is_fenced_and_commits_nothing(stage: TrainerStage) -> Non
     with pytest.raises(Fenced):
         older.tick(50)
     newer.train_to(1)
-    assert [one.incarnation for one in stage.commits()] == [1]
+    assert [commit.incarnation for commit in stage.commits()] == [1]
 
 
 @pytest.mark.parametrize("lands", [0, 1])
@@ -117,7 +117,7 @@ def test_commit_of_unknown_outcome_ends_the_role_and_the_next_one_reads_what_hap
         """Bus whose append of a commit has an unknown outcome."""
 
         def on_append(self, call: int, records: Any) -> AppendFault | None:
-            commit = any(b'"step-committed"' in one.value for one in records)
+            commit = any(b'"step-committed"' in record.value for record in records)
             return AppendFault(kind="unknown", lands=lands) if commit else None
 
         def on_poll(self, call: int) -> bool:
@@ -152,7 +152,7 @@ def test_commit_rejected_by_the_orchestrator_is_replaced_in_the_history(
     # `fail-batch` was first: the orchestrator decides step 1 again, on other groups.
     fresh = [stage.log_group(number, version=1, deadline=4) for number in (72, 73)]
     stage.take(1, fresh, attempt=2)
-    trainer.until(lambda: [one.attempt for one in stage.commits()] == [1, 1, 2])
+    trainer.until(lambda: [commit.attempt for commit in stage.commits()] == [1, 1, 2])
     train(stage, trainer, 2)
     trainer.close()
     history = read_history(stage.bus, stage.topics, stage.clock)
@@ -174,7 +174,7 @@ def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: Traine
     stage.take(0, [stage.log_group(1), stage.log_group(2)], attempt=2)
     again = stage.trainer(trainer=SimulatedLearner(poison=[name]))
     again.train_to(1)
-    assert [one.attempt for one in stage.commits()] == [2]
+    assert [commit.attempt for commit in stage.commits()] == [2]
 
 
 def test_end_of_the_run_ends_the_trainer_also_one_that_starts_after_it(stage: TrainerStage) -> None:

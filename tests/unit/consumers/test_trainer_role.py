@@ -20,9 +20,9 @@ from tests.support.trainer_stage import RUN, TrainerStage, digests, train
 
 @pytest.fixture
 def stage(tmp_path: Path) -> TrainerStage:
-    made = TrainerStage(tmp_path)
-    made.start_run()
-    return made
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    return stage
 
 
 def test_step_is_committed_with_files_that_are_what_it_says(stage: TrainerStage) -> None:
@@ -36,7 +36,9 @@ def test_step_is_committed_with_files_that_are_what_it_says(stage: TrainerStage)
     assert commit.digest_before == stage.policy.digest
     assert stage.store.verify(commit.digest_after) == commit.policy
     rows = read_contributions(stage.store.verify_blob("contributions", commit.contributions.sha256))
-    taken = [one.trajectory for group in decision.groups for one in group.trajectories]
+    taken = [
+        trajectory.trajectory for group in decision.groups for trajectory in group.trajectories
+    ]
     assert [row["trajectory"] for row in rows] == taken
     assert commit.metrics["trajectories"] == 4
     assert commit.checkpoint is None
@@ -47,10 +49,10 @@ def test_order_of_groups_in_the_decision_does_not_matter(
 ) -> None:
     other = TrainerStage(tmp_path / "other")
     other.start_run()
-    for one, order in ((stage, 1), (other, -1)):
-        groups = [one.log_group(number) for number in range(3)]
-        one.take(0, groups[::order])
-        one.trainer().train_to(1)
+    for opened, order in ((stage, 1), (other, -1)):
+        groups = [opened.log_group(number) for number in range(3)]
+        opened.take(0, groups[::order])
+        opened.trainer().train_to(1)
     assert digests(stage) == digests(other)
 
 
@@ -64,10 +66,10 @@ def test_forged_take_batch_with_an_overdue_group_is_refused(stage: TrainerStage)
         group=overdue.group, version=0, deadline=2, trajectories=overdue.trajectories
     )
     stage.take(2, [forged, good])
-    trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
+    trainer.until(lambda: any(isinstance(event, BatchRefused) for event in stage.control()))
     trainer.until(lambda: trainer.idle)
-    (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
-    assert {one.group for one in refused.offenders} == {overdue.group}
+    (refused,) = [event for event in stage.control() if isinstance(event, BatchRefused)]
+    assert {offender.group for offender in refused.offenders} == {overdue.group}
     assert "C3: its headers say deadline 1, this is step 2" in refused.offenders[0].reason
     assert len(stage.commits()) == 2
     # The other group returns in the next attempt and is trained.
@@ -82,8 +84,8 @@ def test_group_that_was_trained_is_refused_even_after_a_restart(stage: TrainerSt
     stage.trainer().train_to(1)
     trainer = stage.trainer()
     stage.take(1, [group])
-    trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
-    (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
+    trainer.until(lambda: any(isinstance(event, BatchRefused) for event in stage.control()))
+    (refused,) = [event for event in stage.control() if isinstance(event, BatchRefused)]
     assert "was already trained at step 0" in refused.offenders[0].reason
 
 
@@ -108,9 +110,9 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
     )
     taken = replace_taken(good, name, partition=1, offset=offset, sha256=headers.sha256)
     stage.take(0, [good, taken])
-    trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
-    (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
-    assert [one.trajectory for one in refused.offenders] == [name]
+    trainer.until(lambda: any(isinstance(event, BatchRefused) for event in stage.control()))
+    (refused,) = [event for event in stage.control() if isinstance(event, BatchRefused)]
+    assert [offender.trajectory for offender in refused.offenders] == [name]
     assert refused.offenders[0].reason.startswith("unreadable: ")
     (record,) = stage.records(stage.topics.dead_letters)
     letter = decode_dead_letter(record.value, record.headers)
@@ -118,5 +120,5 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
 
 
 def replace_taken(like: TakenGroup, name: str, **changes: Any) -> TakenGroup:
-    one = msgspec.structs.replace(like.trajectories[0], trajectory=name, **changes)
-    return msgspec.structs.replace(like, group=name[:11], trajectories=(one,))
+    entry = msgspec.structs.replace(like.trajectories[0], trajectory=name, **changes)
+    return msgspec.structs.replace(like, group=name[:11], trajectories=(entry,))

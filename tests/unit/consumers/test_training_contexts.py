@@ -68,9 +68,9 @@ class Policy:
 
 def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarray[Any, Any]]:
     return {
-        one.name: np.frombuffer(bytes(data[one.start : one.end]), np.float32)
-        for one in entries
-        if one.name.startswith("exp_avg/")
+        entry.name: np.frombuffer(bytes(data[entry.start : entry.end]), np.float32)
+        for entry in entries
+        if entry.name.startswith("exp_avg/")
     }
 
 
@@ -89,8 +89,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(tmp_path_factory.mktemp("policy"))
 
 
-def assert_same_step(one: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
-    (first, gradients), (second, others) = one, other
+def assert_same_step(entry: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
+    (first, gradients), (second, rest) = entry, other
     for name in first.metrics.keys() - {"padded_tokens"}:
         close = pytest.approx(second.metrics[name], rel=2e-4, abs=2e-6)
         assert first.metrics[name] == close, name
@@ -103,7 +103,7 @@ def assert_same_step(one: tuple[StepResult, Any], other: tuple[StepResult, Any])
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
     assert largest > 0
     for name, gradient in gradients.items():
-        assert np.abs(gradient - others[name]).max() < 1e-5 * largest, name
+        assert np.abs(gradient - rest[name]).max() < 1e-5 * largest, name
 
 
 @pytest.mark.parametrize("keys", EVERY.values(), ids=EVERY)
@@ -130,17 +130,17 @@ def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]
     """Return transformers' log-probs of sampled tokens by trajectory."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(policy.directory)
-    found = {}
-    for one in (one for group in batch.groups for one in group.trajectories):
+    results = {}
+    for entry in (trajectory for group in batch.groups for trajectory in group.trajectories):
         parts = []
-        for context in contexts_of(one):
+        for context in contexts_of(entry):
             ids = torch.tensor([context.token_ids.tolist()])
             with torch.no_grad():
                 table = torch.log_softmax(model(input_ids=ids).logits[0, :-1].double(), -1)
             every = table.gather(1, ids[0, 1:, None])[:, 0]
             parts.append(every[torch.from_numpy(context.loss_mask[1:] == 1)])
-        found[one.trajectory] = torch.cat(parts)
-    return found
+        results[entry.trajectory] = torch.cat(parts)
+    return results
 
 
 @pytest.mark.parametrize("tokens", [4096, SMALL])
@@ -148,25 +148,30 @@ def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, toke
     batch = branched_batch(seed=7, groups=1, samples=3)
     keys = {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}
     result, _ = policy.step(batch, tokens, **keys)
-    said = plain_logprobs(policy, batch)
+    logprobs = plain_logprobs(policy, batch)
     trajectories = batch.groups[0].trajectories
-    rewards = np.array([one.reward for one in trajectories])
+    rewards = np.array([trajectory.reward for trajectory in trajectories])
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
     loss = 0.0
-    for one, advantage, row in zip(trajectories, advantages, result.contributions, strict=True):
-        behaviour = np.array([one.logprobs[at] for at in counted_places(one).tolist()], np.float64)
-        ratio = math.exp(float((said[one.trajectory].numpy() - behaviour).mean()))
+    for trajectory, advantage, row in zip(
+        trajectories, advantages, result.contributions, strict=True
+    ):
+        behaviour = np.array(
+            [trajectory.logprobs[position] for position in counted_places(trajectory).tolist()],
+            np.float64,
+        )
+        ratio = math.exp(float((logprobs[trajectory.trajectory].numpy() - behaviour).mean()))
         clipped = min(ratio * advantage, min(max(ratio, 0.95), 1.05) * advantage)
         loss -= clipped / len(trajectories)
         assert row["ratio_mean"] == pytest.approx(ratio, rel=1e-4)
         assert row["ratio_min"] == row["ratio_max"]
-        assert row["tokens"] == len(behaviour) == one.sampled
+        assert row["tokens"] == len(behaviour) == trajectory.sampled
     assert result.metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
-    found: Counter[tuple[str, int]] = Counter()
-    for unit in (unit for one in passes for unit in one.units):
+    counter: Counter[tuple[str, int]] = Counter()
+    for unit in (unit for packed in passes for unit in packed.units):
         trajectory = unit.item.trajectory
         contexts = list(contexts_of(trajectory))
         for row, (ids, mask, _) in zip(unit.rows, unit.sequences(), strict=True):
@@ -175,10 +180,10 @@ def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
             assert len(counted) == row.counted
             assert len(ids) == row.tokens
             places = (counted - context.own + context.start).tolist()
-            said = [trajectory.token_ids[at] for at in places]
-            assert [ids[at] for at in counted.tolist()] == said
-            found.update((trajectory.trajectory, at) for at in places)
-    return found
+            texts = [trajectory.token_ids[position] for position in places]
+            assert [ids[position] for position in counted.tolist()] == texts
+            counter.update((trajectory.trajectory, position) for position in places)
+    return counter
 
 
 @given_settings(max_examples=30)
@@ -194,16 +199,16 @@ def test_each_sampled_token_is_trained_once_by_one_rank_in_one_update(
     batch = branched_batch(seed=seed)
     step = step_of(tokens, kind=kind, updates=2)
     items, updates = updates_of(batch, step)
-    together = [one for passes in updates for one in passes]
+    together = [packed for passes in updates for packed in passes]
     expected = Counter(
-        (item.trajectory.trajectory, int(at))
+        (item.trajectory.trajectory, int(position))
         for item in items
         if item.advantage
-        for at in counted_places(item.trajectory)
+        for position in counted_places(item.trajectory)
     )
     assert _trained(together) == expected
     for passes in updates:
-        shared = [one for own in shares(passes, ranks=ranks) for one in own]
+        shared = [entry for own in shares(passes, ranks=ranks) for entry in own]
         assert _trained(shared) == _trained(passes)
     of_update = [{unit.item.trajectory.trajectory for p in u for unit in p.units} for u in updates]
     assert not of_update[0] & of_update[1]
@@ -213,10 +218,10 @@ def test_each_sampled_token_is_trained_once_by_one_rank_in_one_update(
 def test_no_part_of_a_pass_is_larger_than_it_may_be(seed: int, tokens: int) -> None:
     for kind in ("grpo", "gspo"):
         _, updates = updates_of(branched_batch(seed=seed), step_of(tokens, kind=kind))
-        for one in (one for passes in updates for one in passes):
-            assert all(part.padded_tokens <= tokens or part.rows == 1 for part in one.parts)
-            assert len(one.parts) == 1 or len(one.units) == 1
-            assert sum(part.rows for part in one.parts) == sum(len(of.rows) for of in one.units)
+        for entry in (packed for passes in updates for packed in passes):
+            assert all(part.padded_tokens <= tokens or part.rows == 1 for part in entry.parts)
+            assert len(entry.parts) == 1 or len(entry.units) == 1
+            assert sum(part.rows for part in entry.parts) == sum(len(of.rows) for of in entry.units)
 
 
 def test_an_objective_of_ones_own_gets_whole_trajectories_unless_it_says_otherwise(
@@ -227,10 +232,10 @@ def test_an_objective_of_ones_own_gets_whole_trajectories_unless_it_says_otherwi
     (tmp_path / "both_ways.py").write_text(
         text + "APART = ObjectiveKind(terms=print, per_token=True)\n"
     )
-    for name, whole in (("WHOLE", True), ("APART", False)):
+    for name, full in (("WHOLE", True), ("APART", False)):
         objective_kind(f"both_ways:{name}", str(tmp_path))
         keys = step_of(kind=f"both_ways:{name}").objective
-        assert needs_whole(keys) == whole
+        assert needs_whole(keys) == full
         assert needs_whole(msgspec.structs.replace(keys, mask="geometric"))
 
 
@@ -240,7 +245,7 @@ def test_what_a_teacher_says_goes_to_the_token_that_it_is_said_of() -> None:
     for kind in ("grpo", "gspo"):
         step = step_of(SMALL, kind=kind, teacher_weight=0.5)
         _, updates = updates_of(batch, step)
-        for unit in (unit for passes in updates for one in passes for unit in one.units):
+        for unit in (unit for passes in updates for packed in passes for unit in packed.units):
             trajectory = unit.item.trajectory
             column = dict(
                 zip(
@@ -250,9 +255,9 @@ def test_what_a_teacher_says_goes_to_the_token_that_it_is_said_of() -> None:
                 )
             )
             contexts = list(contexts_of(trajectory))
-            said = [
-                column[at - contexts[row.context].own + contexts[row.context].start]
+            texts = [
+                column[position - contexts[row.context].own + contexts[row.context].start]
                 for row, (_, mask, _) in zip(unit.rows, unit.sequences(), strict=True)
-                for at in (np.flatnonzero(np.asarray(mask)[1:]) + 1).tolist()
+                for position in (np.flatnonzero(np.asarray(mask)[1:]) + 1).tolist()
             ]
-            assert list(unit.teacher or ()) == said
+            assert list(unit.teacher or ()) == texts

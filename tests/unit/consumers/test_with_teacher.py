@@ -33,8 +33,8 @@ def learner_with(teacher: HashTeacher) -> Any:
 
 def columns(stage: TrainerStage) -> list[list[dict[str, Any]]]:
     return [
-        read_contributions(stage.store.blob("contributions", one.contributions.sha256))
-        for one in stage.commits()
+        read_contributions(stage.store.blob("contributions", commit.contributions.sha256))
+        for commit in stage.commits()
     ]
 
 
@@ -47,7 +47,7 @@ def test_what_the_teacher_says_is_kept_with_the_step_and_summed_up(tmp_path: Pat
     gaps = []
     for row in rows:
         assert len(row[TEACHER]) == row["tokens"]
-        gaps += [-4.5 - one for one in row[TEACHER]]
+        gaps += [-4.5 - entry for entry in row[TEACHER]]
     assert commit.metrics["teacher_kl"] == pytest.approx(sum(gaps) / len(gaps))
 
 
@@ -77,7 +77,7 @@ def test_killed_at_any_tick_replay_takes_what_was_said_and_comes_to_the_same_wei
         lambda: stage.trainer(trainer=learner_with(teacher), checkpoint_every=2),
         steps=steps,
     )
-    assert [one.step for one in stage.commits()] == list(range(steps))
+    assert [commit.step for commit in stage.commits()] == list(range(steps))
     if not forgets:
         unkilled = staged(tmp_path_factory.mktemp("unkilled"))
         train(unkilled, unkilled.trainer(trainer=learner_with(teacher)), *range(steps))

@@ -26,7 +26,7 @@ class SlowWriter:
         try:
             if self.error is not None:
                 raise self.error
-            self.appended += [one.value for one in records]
+            self.appended += [record.value for record in records]
         finally:
             self.done.release()
         return list(range(len(records)))

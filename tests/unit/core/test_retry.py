@@ -27,8 +27,8 @@ def test_call_is_repeated_until_the_log_is_back(caplog: pytest.LogCaptureFixture
     assert flaky.calls == 4
     assert clock.ns == 3 * int(RETRY_PAUSE_S * 1e9)
     # Each new reason is reported once.
-    said = ["reading: away; trying again", "reading: full; trying again"]
-    assert [record.message for record in caplog.records] == said
+    texts = ["reading: away; trying again", "reading: full; trying again"]
+    assert [record.message for record in caplog.records] == texts
 
 
 def test_patience_ends_after_the_delivery_timeout_with_the_last_error() -> None:

@@ -184,8 +184,8 @@ def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start()
     writer.append([Append(topic=IN.topic, value=b"later")])
     for _ in range(3):
         runtime.tick()
-    seen = [one.value if isinstance(one, Record) else one for one in machine.inputs]
-    assert seen == [b"a", b"b", CaughtUp(), b"later"]
+    observed = [entry.value if isinstance(entry, Record) else entry for entry in machine.inputs]
+    assert observed == [b"a", b"b", CaughtUp(), b"later"]
 
 
 def test_a_tagged_record_is_acknowledged_with_the_place_where_it_lies() -> None:
@@ -193,7 +193,7 @@ def test_a_tagged_record_is_acknowledged_with_the_place_where_it_lies() -> None:
     runtime, outside, _, _ = world(machine)
     for _ in range(4):
         runtime.tick()
-    acknowledged = [one for one in machine.inputs if isinstance(one, Published)]
+    acknowledged = [entry for entry in machine.inputs if isinstance(entry, Published)]
     places = outside.reader({OUT: 0}).poll(timeout_s=0)
     assert acknowledged == [
         Published(tag="t1", topic=OUT.topic, partition=0, offset=places[1].offset)
@@ -210,11 +210,11 @@ def test_between_two_turns_of_the_bus_nothing_is_read_and_what_is_published_is_g
         clock.ns += BUS_TURN_NS // 4
         runtime.tick()
     assert written(outside) == [b"a"]
-    assert not any(isinstance(one, Record) for one in machine.inputs)
+    assert not any(isinstance(entry, Record) for entry in machine.inputs)
     clock.ns += BUS_TURN_NS // 2
     runtime.tick()
     assert written(outside) == [b"a", b"b", b"c"]
-    assert any(isinstance(one, Record) for one in machine.inputs)
+    assert any(isinstance(entry, Record) for entry in machine.inputs)
 
 
 def test_a_plain_writer_appends_again_after_an_unknown_outcome() -> None:
@@ -314,8 +314,8 @@ def test_a_machine_is_told_while_records_are_held_back_and_catches_up_only_behin
     clock.sleep(1.0)
     for _ in range(2):
         runtime.tick()
-    seen = [one.value if isinstance(one, Record) else one for one in machine.inputs]
-    assert seen == [HeldBack((IN,)), b"open", HeldBack(()), CaughtUp()]
+    observed = [entry.value if isinstance(entry, Record) else entry for entry in machine.inputs]
+    assert observed == [HeldBack((IN,)), b"open", HeldBack(()), CaughtUp()]
 
 
 def test_a_stop_is_told_once_and_the_machine_ends_the_loop() -> None:

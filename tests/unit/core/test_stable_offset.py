@@ -32,10 +32,10 @@ class Bench:
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
         self.bus.create([TopicSpec(name=name) for name in TOPICS.all()])
 
-    def hide(self, seconds: float, *found: AnyControl) -> None:
+    def hide(self, seconds: float, *control: AnyControl) -> None:
         late = AppendFault(kind="delayed", delay_ms=round(seconds * 1000))
         bus = MemoryBus(self.log, faults=ScriptedFaults(appends={0: late}), now_ms=self._now_ms)
-        bus.writer().append([Append(topic=CONTROL.topic, value=encode(one)) for one in found])
+        bus.writer().append([Append(topic=CONTROL.topic, value=encode(entry)) for entry in control])
 
     def _now_ms(self) -> int:
         return self.clock.ns // 1_000_000
@@ -59,8 +59,8 @@ def test_what_is_hidden_now_is_waited_for_and_what_is_hidden_later_is_not(
     with caplog.at_level(logging.INFO):
         await_stable_offset(bench.bus, [CONTROL], Busy())
     assert 30 <= bench.clock.ns / 1e9 < 30 + 2 * LOOK_S
-    said = [one.message for one in caplog.records]
-    assert said == [
+    messages = [record.message for record in caplog.records]
+    assert messages == [
         "waiting for the log to end an append that a dead role left open in tiny.control (at most "
         "120 s)",
         "all records are readable again",

@@ -27,16 +27,16 @@ def played(
     news: dict[float, int], *, until_s: float, size_bytes: int = 100, quiet: int = QUIET
 ) -> list[float]:
     """Return the times of statuses if the version is `news[t]` from t on."""
-    schedule, said, now_ns = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=quiet), [], 0
+    schedule, text, now_ns = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=quiet), [], 0
     while now_ns <= until_s * S:
         now_s = now_ns / S
-        version = max((one for at_s, one in news.items() if at_s <= now_s), default=0)
+        version = max((new for at_s, new in news.items() if at_s <= now_s), default=0)
         if schedule.goes_out(status(version, now_s), now_ns):
             schedule.note_sent(size_bytes, now_ns)
-            said.append(now_s)
+            text.append(now_s)
         assert now_ns < schedule.due_ns <= now_ns + HEARTBEAT, "it looks at every heartbeat"
         now_ns = schedule.due_ns
-    return said
+    return text
 
 
 def test_without_news_a_status_goes_out_once_a_quiet_period() -> None:
@@ -55,7 +55,7 @@ def test_a_quiet_period_is_five_heartbeats_and_at_most_a_quarter_of_a_lease() ->
 
 
 def test_news_after_a_large_status_wait_until_it_is_paid_for_but_no_longer_than_quiet() -> None:
-    always = {at / 10: at for at in range(1, 300)}
+    always = {index / 10: index for index in range(1, 300)}
     small = played(always, until_s=20, size_bytes=HEARTBEAT_BYTES)
     assert len(small) == 41, "what fits comes at every heartbeat"
     large = played(always, until_s=20, size_bytes=2 * HEARTBEAT_BYTES)

@@ -30,10 +30,10 @@ def book() -> WaitTracker:
 
 
 def take(
-    kept: WaitTracker, at_s: float, *found: PendingWait, wall_s: float | None = None
+    kept: WaitTracker, at_s: float, *wait: PendingWait, wall_s: float | None = None
 ) -> tuple[Wait, ...]:
     mono_ns = int(at_s * S)
-    return kept.update(found, mono_ns=mono_ns, wall_ns=WALL + int((wall_s or at_s) * S))
+    return kept.update(wait, mono_ns=mono_ns, wall_ns=WALL + int((wall_s or at_s) * S))
 
 
 def reward(key: str = "a", **changes: object) -> PendingWait:
@@ -55,8 +55,10 @@ def test_wait_beyond_its_limit_is_an_alarm_and_is_said_once(
     kept = book()
     blocked = reward(blockers=(Blocker("trajectory", "g0000000017-003"),))
     with caplog.at_level(logging.WARNING):
-        assert [take(kept, at, blocked)[0].overdue for at in (1, 10, 11)] == [False] * 3
-        assert [take(kept, at, blocked)[0].overdue for at in (11.5, 12, 60)] == [True] * 3
+        assert [take(kept, position, blocked)[0].overdue for position in (1, 10, 11)] == [False] * 3
+        assert [take(kept, position, blocked)[0].overdue for position in (11.5, 12, 60)] == [
+            True
+        ] * 3
     assert [record.message for record in caplog.records] == [
         "ALARM w1: waiting 10.5 s for rewards (1) (limit 10 s): trajectory g0000000017-003"
     ]

@@ -33,12 +33,12 @@ def of(*sources: Path | str, **asked: Any) -> DataRows:
 @settings(max_examples=25)
 @given(st.lists(st.fixed_dictionaries({"prompt": TEXTS, "answer": TEXTS}), min_size=1))
 def test_rows_of_text_are_the_same_in_every_format(rows: list[dict[str, str]]) -> None:
-    wanted = rows_digest(rows, "train")
+    digest = rows_digest(rows, "train")
     with TemporaryDirectory() as folder:
         for name, write in TEXT.items():
             write(Path(folder) / name, rows)
-            found = of(Path(folder) / name)
-            assert (list(found), found.digest, len(found)) == (rows, *wanted), name
+            result = of(Path(folder) / name)
+            assert (list(result), result.digest, len(result)) == (rows, *digest), name
 
 
 @settings(max_examples=25)
@@ -55,12 +55,12 @@ def test_rows_of_values_are_the_same_in_every_format_that_has_types(data: st.Dat
     )
     rows = data.draw(st.lists(row, min_size=1, max_size=20))
     rows[0]["messages"] = [{"role": "user", "content": "?"}]  # tables need a type
-    wanted = rows_digest(rows, "train")
+    digest = rows_digest(rows, "train")
     with TemporaryDirectory() as folder:
         for name, write in TYPED.items():
             write(Path(folder) / name, rows)
-            found = of(Path(folder) / name)
-            assert (list(found), found.digest, len(found)) == (rows, *wanted), name
+            result = of(Path(folder) / name)
+            assert (list(result), result.digest, len(result)) == (rows, *digest), name
 
 
 def test_files_of_a_glob_are_sorted_and_several_sources_keep_their_order(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_files_of_a_glob_are_sorted_and_several_sources_keep_their_order(tmp_pat
 
 
 def test_what_json_lacks_becomes_text_or_number(tmp_path: Path) -> None:
-    at = datetime.datetime(2026, 5, 4, 3, 2, 1, 500, tzinfo=datetime.UTC)
+    entry = datetime.datetime(2026, 5, 4, 3, 2, 1, 500, tzinfo=datetime.UTC)
     columns = {
-        "at": pa.array([at], pa.timestamp("ns", "UTC")),
-        "day": pa.array([at.date()]),
+        "at": pa.array([entry], pa.timestamp("ns", "UTC")),
+        "day": pa.array([entry.date()]),
         "price": pa.array([decimal.Decimal("1.25")]),
         "took": pa.array([datetime.timedelta(seconds=1.5)]),
         "score": pa.array([float("nan")]),
-        "nested": pa.array([[{"at": at.replace(tzinfo=None)}]]),
+        "nested": pa.array([[{"at": entry.replace(tzinfo=None)}]]),
         "kind": pa.array(["a"]).dictionary_encode(),
         "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
     }
@@ -97,15 +97,15 @@ def test_what_json_lacks_becomes_text_or_number(tmp_path: Path) -> None:
 
 
 def test_nan_is_null_and_an_infinity_is_refused_in_every_format(tmp_path: Path) -> None:
-    for number, wanted in ((math.nan, [None]), (math.inf, "inf|Infinity is not a JSON number")):
+    for number, expected in ((math.nan, [None]), (math.inf, "inf|Infinity is not a JSON number")):
         pq.write_table(pa.table({"x": [number]}), tmp_path / "a.parquet")
         (tmp_path / "a.jsonl").write_text(json.dumps({"x": number}))
         (tmp_path / "a.json").write_text(json.dumps([{"x": number}]))
         for name in ("a.parquet", "a.jsonl", "a.json"):
-            if isinstance(wanted, list):
-                assert [row["x"] for row in of(tmp_path / name)] == wanted
+            if isinstance(expected, list):
+                assert [row["x"] for row in of(tmp_path / name)] == expected
             else:
-                with pytest.raises(TaskError, match=wanted):
+                with pytest.raises(TaskError, match=expected):
                     of(tmp_path / name)
 
 
@@ -238,12 +238,12 @@ def test_what_is_not_there_is_said_with_what_is(
 def test_columns_are_renamed_before_rows_are_chosen(tmp_path: Path) -> None:
     rows = [{"question": f"q{n}", "answer": "long", "short": str(n)} for n in range(4)]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    found = of(
+    result = of(
         tmp_path / "a.jsonl",
         columns={"prompt": "question", "answer": "short"},
         filter='answer in ("1", "2")',
     )
-    assert list(found) == [{"prompt": "q1", "answer": "1"}, {"prompt": "q2", "answer": "2"}]
+    assert list(result) == [{"prompt": "q1", "answer": "1"}, {"prompt": "q2", "answer": "2"}]
     twice = of(tmp_path / "a.jsonl", columns={"prompt": "question", "text": "question"})
     assert twice[0] == {"prompt": "q0", "text": "q0", "answer": "long", "short": "0"}
 

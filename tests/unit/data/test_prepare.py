@@ -31,15 +31,15 @@ def of(path: Path, **asked: Any) -> DataRows:
 def test_large_data_are_prepared_once_and_have_the_same_digest(tmp_path: Path, cache: Path) -> None:
     rows = [{"prompt": f"p{n}", "answer": str(n)} for n in range(50)]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    said: list[str] = []
-    with prepare.reporting(said.append):
+    texts: list[str] = []
+    with prepare.reporting(texts.append):
         first = of(tmp_path / "a.jsonl", filter="int(answer) > 9")
         again = of(tmp_path / "a.jsonl", filter="int(answer) > 9")
     assert (first.digest, len(first)) == rows_digest(rows[10:], "train")
     assert list(first) == list(again) == rows[10:]
     assert len(list(cache.glob("*.rows"))) == 1
-    assert "prepared once per machine" in said[0]
-    assert [line for line in said if "40 rows prepared" in line] == said[-1:]
+    assert "prepared once per machine" in texts[0]
+    assert [line for line in texts if "40 rows prepared" in line] == texts[-1:]
 
 
 def test_refusal_in_the_preparing_process_is_the_same_error(tmp_path: Path, cache: Path) -> None:
@@ -56,7 +56,7 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, cache: 
     before = cache / "as-it-was-before.rows"
     with pytest.raises(TaskError, match="changed during reading"):
         prepare.prepare(DataSpec(sources=(str(tmp_path / "a.jsonl"),)), before, lambda text: None)
-    assert [one.name for one in cache.iterdir()] == ["lock"]
+    assert [path.name for path in cache.iterdir()] == ["lock"]
 
 
 def test_cache_that_cannot_be_written_is_said(tmp_path: Path, cache: Path) -> None:
@@ -74,7 +74,7 @@ def test_longest_unused_files_make_room_and_who_reads_them_goes_on(
     for name in ("a", "b", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"name": name * 20}])
         kept.append(of(tmp_path / f"{name}.jsonl"))
-    newest = max(cache.glob("*.rows"), key=lambda one: one.stat().st_mtime_ns)
+    newest = max(cache.glob("*.rows"), key=lambda path: path.stat().st_mtime_ns)
     prepare.make_room(newest, bytes_max=newest.stat().st_size)
     assert list(cache.glob("*.rows")) == [newest]
     assert [rows[0]["name"][0] for rows in kept] == ["a", "b", "c"]

@@ -40,12 +40,12 @@ def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[
 
 def found(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
     """Return the number of held tokens and compare their content."""
-    known = kept.known(weights, ids_of(tokens))
+    known_before = kept.known(weights, ids_of(tokens))
     data = kept.longest(weights, ids_of(tokens))
-    assert (0 if data is None else data.shape[-2]) == known
+    assert (0 if data is None else data.shape[-2]) == known_before
     if data is not None:
-        np.testing.assert_array_equal(data, computed(weights, tokens[:known]))
-    return known
+        np.testing.assert_array_equal(data, computed(weights, tokens[:known_before]))
+    return known_before
 
 
 def test_only_what_is_not_held_is_copied() -> None:
@@ -130,12 +130,12 @@ def test_common_beginning_is_that_of_two_lists(one: list[int], other: list[int])
 
 
 def _tokens(kept: KeptPrefixes) -> int:
-    left: list[Any] = [one for root in kept._roots.values() for one in root.children.values()]
+    roots: list[Any] = [child for root in kept._roots.values() for child in root.children.values()]
     total = 0
-    while left:
-        edge = left.pop()
+    while roots:
+        edge = roots.pop()
         assert len(edge.ids) == edge.data.shape[-2] > 0
         assert all(child.parent is edge for child in edge.children.values())
         total += len(edge.ids)
-        left += edge.children.values()
+        roots += edge.children.values()
     return total

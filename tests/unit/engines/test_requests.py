@@ -47,18 +47,18 @@ def test_a_stop_string_is_found_with_the_byte_that_completes_it(
 ) -> None:
     data = text.encode()
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    wanted = len(text[: min(ends)].encode()) if ends else None
-    assert first_stop(data, tuple(stops)) == wanted
+    expected = len(text[: min(ends)].encode()) if ends else None
+    assert first_stop(data, tuple(stops)) == expected
 
 
 @given(st.text("ab é", min_size=1, max_size=20), st.text("ab é", min_size=1, max_size=4), st.data())
 def test_a_watcher_that_starts_later_sees_what_the_first_would_have_seen(
     text: str, stop: str, data: st.DataObject
 ) -> None:
-    whole = first_stop(text.encode(), (stop,))
-    if whole is not None:
-        cut = data.draw(st.integers(0, whole - 1))
-        assert first_stop(text.encode(), (stop,), cut) == whole
+    full_stop = first_stop(text.encode(), (stop,))
+    if full_stop is not None:
+        cut = data.draw(st.integers(0, full_stop - 1))
+        assert first_stop(text.encode(), (stop,), cut) == full_stop
 
 
 def test_what_stood_before_does_not_stop_what_comes() -> None:
@@ -120,7 +120,7 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
 
 
 def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
-    stops = StopText(lambda ids: "".join(chr(64 + one) for one in ids), ("BC",), [])
+    stops = StopText(lambda ids: "".join(chr(64 + token_id) for token_id in ids), ("BC",), [])
     row = _row(stops=stops)
     assert row.extend([1, 2, 3, 4], [-1.0] * 4, [-1.0] * 4) == "stop"
     assert row.tokens == [1, 2, 3]
@@ -161,10 +161,10 @@ def test_only_an_unchanged_distribution_is_plain(change: dict[str, float], plain
 
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
 def test_seeds_of_tokens_fit_and_differ_by_position(seed: int, position: int) -> None:
-    found = token_seed(seed, position)
-    assert 0 <= found < 2**63
-    assert found == token_seed(seed, position) != token_seed(seed, position + 1)
-    assert found != token_seed(seed ^ 1, position)
+    result = token_seed(seed, position)
+    assert 0 <= result < 2**63
+    assert result == token_seed(seed, position) != token_seed(seed, position + 1)
+    assert result != token_seed(seed ^ 1, position)
 
 
 def test_kv_of_a_token_counts_keys_and_values_of_all_layers() -> None:

@@ -37,8 +37,8 @@ def test_lengths_have_the_tail_of_the_demo() -> None:
 def test_a_turn_ends_with_the_end_token_where_its_seed_says() -> None:
     engine = SimulatedEngine(slots=8, context_tokens=512)
     for seed in range(20):
-        one = request("r", [5] * 3, seed=seed, max_tokens=400, stop_ids=(END_TOKEN,))
-        result = run(engine, [one])["r"]
+        req = request("r", [5] * 3, seed=seed, max_tokens=400, stop_ids=(END_TOKEN,))
+        result = run(engine, [req])["r"]
         assert result.reason == "stop"
         assert len(result.tokens) == long_tailed_length(seed, 0)
         assert result.tokens.index(END_TOKEN) == len(result.tokens) - 1

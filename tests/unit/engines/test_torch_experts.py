@@ -33,8 +33,8 @@ def drawn(
     weights = empty_experts(model, 1)
     assert weights is not None
     generator = torch.Generator().manual_seed(1)
-    for one in weights.places().values():
-        one.copy_(torch.randn(one.shape, generator=generator) / 4)
+    for entry in weights.places().values():
+        entry.copy_(torch.randn(entry.shape, generator=generator) / 4)
     return model, weights, torch.randn(ROWS, model.hidden, generator=generator)
 
 
@@ -52,13 +52,13 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(
     model, weights, x = layer
     assert model.experts is not None
     with deterministic(threads=1):
-        whole = mixed(model.experts, weights, x, [])
+        full = mixed(model.experts, weights, x, [])
         counts = routed(model.experts, weights, x)[1]
         for count in COUNTS:
             for start in {0, min(3, ROWS - count), ROWS - count}:
-                some, end = x[start : start + count], start + count
-                assert torch.equal(mixed(model.experts, weights, some, []), whole[start:end])
-                assert torch.equal(routed(model.experts, weights, some)[1], counts[start:end])
+                subset, end = x[start : start + count], start + count
+                assert torch.equal(mixed(model.experts, weights, subset, []), full[start:end])
+                assert torch.equal(routed(model.experts, weights, subset)[1], counts[start:end])
 
 
 def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
             torch.testing.assert_close(*pairs, rtol=1e-6, atol=1e-7)
             theirs = block.experts(x, chosen, shares)
         chosen_too = list[torch.Tensor]()
-        made = mixed(model.experts, weights, x, chosen_too)
+        created = mixed(model.experts, weights, x, chosen_too)
         assert torch.equal(chosen_too[0], ours)
-        torch.testing.assert_close(made, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(created, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_experts_has_none(tmp_path: Path) -> None:

@@ -68,17 +68,17 @@ class Twin:
         kv = self.kv
         dense = [slot for slot in self.tags if slot != self.staged]
         assert sorted(kv.order.tolist()) == sorted(dense)
-        at = 0
+        position = 0
         for pool in kv.pools:
-            assert kv.order[at : at + len(pool.slots)].tolist() == pool.slots
-            assert (kv.room[at : at + len(pool.slots)] == pool.keys).all()
-            at += len(pool.slots)
+            assert kv.order[position : position + len(pool.slots)].tolist() == pool.slots
+            assert (kv.room[position : position + len(pool.slots)] == pool.keys).all()
+            position += len(pool.slots)
         for slot in self.tags:
             number, row = kv.place(slot)
             length = int(self.length[slot])
             data = kv.pools[number].data[:, :, row, :, :length, 0]
             heads = MODEL.kv_heads
-            wanted = [
+            expected = [
                 [
                     [
                         [self._value(slot, layer, plane * heads + head, p) for p in range(length)]
@@ -88,10 +88,10 @@ class Twin:
                 ]
                 for layer in range(MODEL.layers)
             ]
-            assert torch.equal(data, torch.tensor(wanted).reshape(data.shape))
+            assert torch.equal(data, torch.tensor(expected).reshape(data.shape))
         for row, slot in enumerate(kv.order):
-            number, place = kv.place(int(slot))
-            lines = kv.lines(np.array([number]), np.array([place]))[0]
+            number, location = kv.place(int(slot))
+            lines = kv.lines(np.array([number]), np.array([location]))[0]
             assert kv.first_lines[row].tolist() == lines.tolist()
 
 

@@ -64,25 +64,29 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(build: Any, tmp_path: Pat
     weights = empty_latent(model)
     assert weights is not None
     generator = torch.Generator().manual_seed(1)
-    for one in weights.places().values():
-        one.copy_(torch.randn(one.shape, generator=generator) / 4)
-    made = torch.randn(ROWS, sum(parts_of_qkv(model).values()), generator=generator)
+    for entry in weights.places().values():
+        entry.copy_(torch.randn(entry.shape, generator=generator) / 4)
+    values = torch.randn(ROWS, sum(parts_of_qkv(model).values()), generator=generator)
     attended = torch.randn(ROWS, model.heads * model.value_dim, generator=generator)
     with deterministic(threads=1):
-        whole = both(model, weights, made, attended, 0)
+        full = both(model, weights, values, attended, 0)
         for count in range(ROWS_MIN, ROWS):
             for start in {0, min(3, ROWS - count), ROWS - count}:
                 part = slice(start, start + count)
-                some = both(model, weights, made[part], attended[part], start)
-                for found, all_of_it in zip(some, whole, strict=True):
-                    assert torch.equal(found, all_of_it[part])
+                subset = both(model, weights, values[part], attended[part], start)
+                for result, all_of_it in zip(subset, full, strict=True):
+                    assert torch.equal(result, all_of_it[part])
 
 
 def both(
-    model: CausalLM, weights: LatentWeights, made: torch.Tensor, attended: torch.Tensor, start: int
+    model: CausalLM,
+    weights: LatentWeights,
+    tensor: torch.Tensor,
+    attended: torch.Tensor,
+    start: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    turns = rotations(model, ROWS)[start : start + len(made), None]
-    return into_latent(model, weights, made, turns), out_of_latent(model, weights, attended)
+    turns = rotations(model, ROWS)[start : start + len(tensor), None]
+    return into_latent(model, weights, tensor, turns), out_of_latent(model, weights, attended)
 
 
 def test_a_token_costs_the_cache_its_latent_and_its_turned_key(tmp_path: Path) -> None:
@@ -123,9 +127,9 @@ def test_an_adapter_stands_beside_queries_that_are_made_of_no_latent(
     adapted = run(engine, [asked])["r"]
     merged = tmp_path / "merged"
     merged_digest = merge(lora.policies[0][0], lora.policies[1][0], merged)
-    whole = opened(directory)
-    whole.load(merged / "model.safetensors", version=1, digest=merged_digest)
-    result = run(whole, [asked])["r"]
+    full = opened(directory)
+    full.load(merged / "model.safetensors", version=1, digest=merged_digest)
+    result = run(full, [asked])["r"]
     assert result.tokens == adapted.tokens
     assert result.logprobs == pytest.approx(adapted.logprobs, abs=NEAR)
     assert result.logprobs != run(opened(directory), [asked])["r"].logprobs
@@ -156,9 +160,9 @@ def test_yarn_turns_as_transformers_does(tmp_path: Path) -> None:
         )
         embedding: Any = DeepseekV3RotaryEmbedding(shape)
         cos, sin = embedding(torch.zeros(1), torch.arange(64)[None])
-        found = rotations(model, 64)
-        torch.testing.assert_close(found.real, cos[0, :, :4], rtol=0, atol=1e-6)
-        torch.testing.assert_close(found.imag, sin[0, :, :4], rtol=0, atol=1e-6)
+        actual_rotations = rotations(model, 64)
+        torch.testing.assert_close(actual_rotations.real, cos[0, :, :4], rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual_rotations.imag, sin[0, :, :4], rtol=0, atol=1e-6)
 
 
 def test_a_dense_model_of_heads_may_be_turned_by_yarn_too(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def draw(
     logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
 ) -> Drawn:
     sampler = Sampler(slots=len(params))
-    for slot, (one, seed) in enumerate(zip(params, seeds, strict=True)):
-        sampler.set(slot, one, seed)
+    for slot, (entry, seed) in enumerate(zip(params, seeds, strict=True)):
+        sampler.set(slot, entry, seed)
     return sampler.draw(logits, np.arange(len(params)), np.array(positions))
 
 
@@ -41,20 +41,20 @@ def reference(logits: list[float], params: SamplingParams) -> dict[int, float]:
         return {max(range(len(logits)), key=lambda token: logits[token]): 1.0}
     hot = {token: value / params.temperature for token, value in enumerate(logits)}
     best = max(hot.values())
-    left = _normalised({token: math.exp(value - best) for token, value in hot.items()})
+    remaining = _normalised({token: math.exp(value - best) for token, value in hot.items()})
     if params.top_k:
-        least = sorted(left.values(), reverse=True)[: params.top_k][-1]
-        left = _normalised({token: p for token, p in left.items() if p >= least})
+        least = sorted(remaining.values(), reverse=True)[: params.top_k][-1]
+        remaining = _normalised({token: p for token, p in remaining.items() if p >= least})
     if params.top_p < 1:
         mass, least = 0.0, 0.0
-        for p in sorted(left.values(), reverse=True):
+        for p in sorted(remaining.values(), reverse=True):
             least = p
             mass += p
             if mass >= params.top_p:
                 break
-        left = _normalised({token: p for token, p in left.items() if p >= least})
-    least = params.min_p * max(left.values())
-    return _normalised({token: p for token, p in left.items() if p >= least})
+        remaining = _normalised({token: p for token, p in remaining.items() if p >= least})
+    least = params.min_p * max(remaining.values())
+    return _normalised({token: p for token, p in remaining.items() if p >= least})
 
 
 def _normalised(weights: dict[int, float]) -> dict[int, float]:
@@ -82,16 +82,18 @@ def test_tokens_have_the_distribution_of_the_logits() -> None:
     """Chi-square over positions of one seed, and over seeds at one position."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.3, 1.8, -0.5, 0.0, 0.7])
     for params in SETTINGS:
-        wanted = reference(logits.tolist(), params)
+        expected_reference = reference(logits.tolist(), params)
         for seeds, positions in (
             ([9] * SAMPLES, list(range(SAMPLES))),
             (list(range(SAMPLES)), [9] * SAMPLES),
         ):
             tokens = draw(logits.expand(SAMPLES, -1), [params] * SAMPLES, seeds, positions).tokens
             counts = np.bincount(tokens, minlength=len(logits))
-            assert set(np.flatnonzero(counts)) == wanted.keys()
-            expected = np.array([wanted[token] for token in wanted]) * SAMPLES
-            chi2 = (((counts[list(wanted)] - expected) ** 2) / expected).sum()
+            assert set(np.flatnonzero(counts)) == expected_reference.keys()
+            expected = (
+                np.array([expected_reference[token] for token in expected_reference]) * SAMPLES
+            )
+            chi2 = (((counts[list(expected_reference)] - expected) ** 2) / expected).sum()
             # At most seven degrees of freedom: 1 case in 2000 exceeds 26.
             assert chi2 < 26, params
 
@@ -108,15 +110,15 @@ def test_truncations_leave_what_the_reference_leaves(
 ) -> None:
     logits = [value / 10 for value in tenths]
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    wanted = reference(logits, params)
+    expected_reference = reference(logits, params)
     rows = 64
     drawn = draw(torch.tensor([logits] * rows), [params] * rows, list(range(rows)), [0] * rows)
     raw = torch.log_softmax(torch.tensor(logits), -1)
     for token, logprob, sampler in zip(
         drawn.tokens, drawn.logprobs, drawn.sampler_logprobs, strict=True
     ):
-        assert token in wanted
-        assert abs(sampler - math.log(wanted[token])) < 1e-5
+        assert token in expected_reference
+        assert abs(sampler - math.log(expected_reference[token])) < 1e-5
         assert abs(logprob - raw[token]) < 1e-6
 
 
@@ -129,16 +131,16 @@ def test_a_row_is_drawn_the_same_alone_and_in_any_batch(
     params = [SETTINGS[int(n)] for n in chance.integers(0, len(SETTINGS), rows)]
     seeds = chance.integers(0, 2**63, rows).tolist()
     positions = chance.integers(0, 5000, rows).tolist()
-    whole = draw(logits, params, seeds, positions)
-    some = chance.permutation(rows)[: int(chance.integers(1, rows))].tolist()
+    full_draw = draw(logits, params, seeds, positions)
+    subset = chance.permutation(rows)[: int(chance.integers(1, rows))].tolist()
     part = draw(
-        logits[some],
-        [params[row] for row in some],
-        [seeds[row] for row in some],
-        [positions[row] for row in some],
+        logits[subset],
+        [params[row] for row in subset],
+        [seeds[row] for row in subset],
+        [positions[row] for row in subset],
     )
     for name in ("tokens", "logprobs", "sampler_logprobs"):
-        assert getattr(part, name).tolist() == getattr(whole, name)[some].tolist()
+        assert getattr(part, name).tolist() == getattr(full_draw, name)[subset].tolist()
 
 
 def test_plain_rows_have_one_logprob_and_greedy_rows_none_of_their_own() -> None:
@@ -174,9 +176,9 @@ def test_a_wide_vocabulary_is_cut_like_a_narrow_one() -> None:
     chance = np.random.default_rng(4)
     logits = chance.normal(0, 4, 20_000).astype(np.float32)
     params = SamplingParams(top_p=0.95)
-    wanted = reference(logits.tolist(), params)
+    expected_reference = reference(logits.tolist(), params)
     drawn = draw(
         torch.from_numpy(logits).expand(200, -1), [params] * 200, list(range(200)), [0] * 200
     )
     for token, sampler in zip(drawn.tokens, drawn.sampler_logprobs, strict=True):
-        assert abs(sampler - math.log(wanted[int(token)])) < 1e-4
+        assert abs(sampler - math.log(expected_reference[int(token)])) < 1e-4

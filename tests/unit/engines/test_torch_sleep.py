@@ -16,12 +16,12 @@ def test_weights_keys_and_kept_prefixes_are_gone_while_it_sleeps(tmp_path: Path)
     assert subject.keeping is not None
     engine = subject.keeping(slots=2, prefix_cache_ratio=2.0)
     assert isinstance(engine, TorchEngine) and engine._weights is not None
-    wanted = requests(subject, 2)
-    run(engine, wanted)
-    held = [weakref.ref(one) for one in (engine._weights.embedding, engine._kv.storage)]
-    assert all(one() is not None for one in held)
+    all_requests = requests(subject, 2)
+    run(engine, all_requests)
+    held = [weakref.ref(entry) for entry in (engine._weights.embedding, engine._kv.storage)]
+    assert all(storage() is not None for storage in held)
     engine.sleep()
-    assert [one() for one in held] == [None, None]
+    assert [storage() for storage in held] == [None, None]
     assert not engine._kept.tokens
 
 

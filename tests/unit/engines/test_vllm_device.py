@@ -30,34 +30,34 @@ def test_weights_go_to_a_gpu_whole_and_in_order_by_one_copy_each_out_of_pinned_m
     tensors = {name: torch.ones(size) for size, name in enumerate("cab", start=1)}
     going = on_device(tensors, torch.device("meta"))
     for sent, (name, tensor) in enumerate(tensors.items(), start=1):
-        found, there = next(going)
-        assert (found, there.device.type, there.shape) == (name, "meta", tensor.shape)
+        result, there = next(going)
+        assert (result, there.device.type, there.shape) == (name, "meta", tensor.shape)
         assert there.dtype == torch.float32, "it is rounded over there"
         assert len(pinned) == sent, "the next one waits until it is asked for"
-    assert pinned == [one.data_ptr() for one in tensors.values()]
+    assert pinned == [tensor.data_ptr() for tensor in tensors.values()]
 
 
 def test_weights_stay_where_they_are_for_a_cpu() -> None:
     tensors = {"a": torch.ones(2), "b": torch.zeros(1)}
-    found = dict(on_device(tensors, torch.device("cpu")))
-    assert list(found) == list(tensors)
-    assert all(found[name] is one for name, one in tensors.items())
+    moved = dict(on_device(tensors, torch.device("cpu")))
+    assert list(moved) == list(tensors)
+    assert all(moved[name] is tensor for name, tensor in tensors.items())
 
 
 def test_engines_and_trainer_may_share_a_gpu_of_which_each_takes_what_its_slots_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_qwen2(tmp_path / "model")
-    told = {}
+    replies = {}
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(vllm_core, "device_name", lambda device=device: device)
         monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
-        told[device] = vllm_core.arguments(
+        replies[device] = vllm_core.arguments(
             model, VllmSettings(kv_cache_gb=2.0), slots=4, context_tokens=64
         )
-    assert told["cuda"]["gpu_memory_utilization"] == GPU_FREE_MIN
-    assert told["cuda"]["kv_cache_memory_bytes"] == 2 * GIB
-    assert "gpu_memory_utilization" not in told["cpu"]
+    assert replies["cuda"]["gpu_memory_utilization"] == GPU_FREE_MIN
+    assert replies["cuda"]["kv_cache_memory_bytes"] == 2 * GIB
+    assert "gpu_memory_utilization" not in replies["cpu"]
 
 
 def test_a_server_of_more_parts_than_gpus_is_refused_before_it_starts(

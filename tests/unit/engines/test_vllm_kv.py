@@ -14,29 +14,29 @@ torch = pytest.importorskip("torch")
 HEADS, SIZE, WIDTH, BLOCKS = 3, 32, 32, 7
 
 
-def beside(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
+def beside(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
     """Keys and values of a token adjacent, as in FlashAttention."""
-    cache[block, :, at, :WIDTH], cache[block, :, at, WIDTH:] = key, value
+    cache[block, :, position, :WIDTH], cache[block, :, position, WIDTH:] = key, value
 
 
-def turned(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
+def turned(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
     """Keys by dimension, then values by token, as in vLLM's plain CPU kernel."""
     flat = cache[block].view(HEADS, 2 * SIZE * WIDTH)
-    flat[:, at : SIZE * WIDTH : SIZE] = key
-    flat[:, (SIZE + at) * WIDTH : (SIZE + at + 1) * WIDTH] = value
+    flat[:, position : SIZE * WIDTH : SIZE] = key
+    flat[:, (SIZE + position) * WIDTH : (SIZE + position + 1) * WIDTH] = value
 
 
-def tiled(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
+def tiled(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
     """Tiles of 16 tokens with paired dimensions, values in pairs of tokens."""
     flat = cache[block].view(HEADS, 2, SIZE * WIDTH)
     tile = flat[:, 0].view(HEADS, SIZE // 16, WIDTH // 2, 16, 2)
-    tile[:, at // 16, :, at % 16, :] = key.view(HEADS, WIDTH // 2, 2)
-    flat[:, 1].view(HEADS, SIZE // 2, WIDTH, 2)[:, at // 2, :, at % 2] = value
+    tile[:, position // 16, :, position % 16, :] = key.view(HEADS, WIDTH // 2, 2)
+    flat[:, 1].view(HEADS, SIZE // 2, WIDTH, 2)[:, position // 2, :, position % 2] = value
 
 
-def lossy(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
+def lossy(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
     """Values in two places, keys in none."""
-    cache[block, :, at, :WIDTH], cache[block, :, at, WIDTH:] = value, value
+    cache[block, :, position, :WIDTH], cache[block, :, position, WIDTH:] = value, value
 
 
 Put = Callable[[Any, int, int, Any, Any], None]
@@ -69,14 +69,14 @@ def layer(put: Put, dtype: Any) -> Layer:
 def test_order_of_a_block_is_learned_from_who_writes_it(put: Put, dtype: Any) -> None:
     from dora_pipe.producers.engines.vllm.kv import learned_places
 
-    one = layer(put, dtype)
-    places = learned_places(one)
+    first_layer = layer(put, dtype)
+    places = learned_places(first_layer)
     assert places is not None and places.shape == (2, SIZE, HEADS, WIDTH)
-    assert not one.kv_cache.any(), "the cache itself is left alone"
-    told = torch.randn(2, SIZE, HEADS, WIDTH).to(dtype)
+    assert not first_layer.kv_cache.any(), "the cache itself is left alone"
+    reply = torch.randn(2, SIZE, HEADS, WIDTH).to(dtype)
     slots = torch.arange(SIZE) + 4 * SIZE
-    one.do_kv_cache_update(one, told[0], told[1], one.kv_cache, slots)
-    assert torch.equal(one.kv_cache[4].flatten()[places], told)
+    first_layer.do_kv_cache_update(first_layer, reply[0], reply[1], first_layer.kv_cache, slots)
+    assert torch.equal(first_layer.kv_cache[4].flatten()[places], reply)
 
 
 def test_order_that_loses_numbers_is_none() -> None:
@@ -93,12 +93,12 @@ def test_cache_is_written_from_where_vllm_has_none_into_the_blocks_it_gives(
     from dora_pipe.producers.engines.vllm.kv import learned_places, write
 
     layers = {name: layer(tiled, dtype) for name in ("first", "second")}
-    told = torch.randn(2, 2, 75, HEADS, WIDTH).to(dtype)
-    bits = told.view(torch.int16).numpy().view(np.uint16) if dtype.itemsize == 2 else told.numpy()
+    reply = torch.randn(2, 2, 75, HEADS, WIDTH).to(dtype)
+    bits = reply.view(torch.int16).numpy().view(np.uint16) if dtype.itemsize == 2 else reply.numpy()
     write({**layers, "norm": object()}, bits, [5, 2, 3], start=start)
     places = learned_places(layers["first"])
-    for number, one in enumerate(layers.values()):
-        read = one.kv_cache[[5, 2, 3]].flatten(1)[:, places].transpose(0, 1).flatten(1, 2)
-        assert torch.equal(read[:, start:75], told[number][:, start:])
+    for number, entry in enumerate(layers.values()):
+        read = entry.kv_cache[[5, 2, 3]].flatten(1)[:, places].transpose(0, 1).flatten(1, 2)
+        assert torch.equal(read[:, start:75], reply[number][:, start:])
         assert not read[:, :start].any() and not read[:, 75:].any()
-        assert not one.kv_cache[[0, 1, 4, 6]].any()
+        assert not entry.kv_cache[[0, 1, 4, 6]].any()

@@ -28,8 +28,8 @@ class Files:
     def adapter(self, seed: int, **changes: Any) -> tuple[Path, str]:
         path = self.folder / f"{seed}-{len(list(self.folder.iterdir()))}"
         digest = str(changes.pop("on", self.base[1]))
-        made = random_adapter(self.base[0], digest, seed=seed, **changes)
-        return path, write_tensors(path, adapter_sources(made)).digest
+        adapter = random_adapter(self.base[0], digest, seed=seed, **changes)
+        return path, write_tensors(path, adapter_sources(adapter)).digest
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def files(tmp_path: Path) -> Files:
     manifest = write_tensors(
         tmp_path / "base",
         [
-            TensorSource(name=name, dtype="F32", shape=one.shape, data=one.tobytes)
-            for name, one in zeros.items()
+            TensorSource(name=name, dtype="F32", shape=zero.shape, data=zero.tobytes)
+            for name, zero in zeros.items()
         ],
     )
     return Files(folder=tmp_path, base=(tmp_path / "base", manifest.digest))
@@ -50,7 +50,7 @@ def test_vllm_reads_what_was_published_and_zeros_for_the_base(files: Files, adap
     path, digest = files.adapter(1) if adapter else files.base
     with written(path, digest=digest, base=files.base[1], rank=RANK, shapes=SHAPES) as folder:
         config = json.loads((Path(folder) / CONFIG).read_text())
-        tensors = {one.name for one in read_entries(Path(folder) / WEIGHTS)}
+        tensors = {entry.name for entry in read_entries(Path(folder) / WEIGHTS)}
     assert config["r"] == RANK and config["lora_alpha"] == (2.0 if adapter else 1.0) * RANK
     assert len(tensors) == 2 and not Path(folder).exists()
 
@@ -83,7 +83,13 @@ def test_other_model_or_digest_is_refused(files: Files) -> None:
 def test_vllm_makes_room_for_the_next_rank_that_it_knows() -> None:
     assert arguments(0, 1, device="cpu") == {}
     for rank, room in ((1, 1), (4, 8), (8, 8), (33, 64), (512, 512)):
-        found = arguments(rank, 4, device="cuda")
-        assert (found["max_lora_rank"], found["max_loras"], found["max_cpu_loras"]) == (room, 4, 5)
-        assert found["max_lora_rank"] in RANKS
-        assert arguments(rank, 4, device="cpu") == found | {"scheduler_cls": CLEARING_SCHEDULER}
+        actual_arguments = arguments(rank, 4, device="cuda")
+        assert (
+            actual_arguments["max_lora_rank"],
+            actual_arguments["max_loras"],
+            actual_arguments["max_cpu_loras"],
+        ) == (room, 4, 5)
+        assert actual_arguments["max_lora_rank"] in RANKS
+        assert arguments(rank, 4, device="cpu") == actual_arguments | {
+            "scheduler_cls": CLEARING_SCHEDULER
+        }

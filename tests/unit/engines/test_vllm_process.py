@@ -144,7 +144,7 @@ def test_server_without_a_key_does_not_start(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["--lora-rank", "513"], "ranks up to 512, not 513"),
         (["--lora-rank", "-1"], "ranks up to 512, not -1"),
@@ -152,9 +152,9 @@ def test_server_without_a_key_does_not_start(
     ],
 )
 def test_server_is_not_started_with_adapters_that_cannot_be(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(vllm_serve.KEY_VARIABLE, "key")
     plain = ["model", "--max-num-seqs", "1", "--max-model-len", "8"]
     assert vllm_serve.main([*plain, *words]) == ConfigError.exit_code
-    assert said in capfd.readouterr().err
+    assert text in capfd.readouterr().err

@@ -152,13 +152,13 @@ def test_experts_are_asked_for_with_what_goes_out_and_forgotten_with_the_stay(
     engine = VllmEngine(tmp_path, slots=4, context_tokens=64, address=address, routes=True)
     engine.load(tmp_path / "a", version=0, digest="a" * 64)
     asked = replace(request("r", [5, 6, 7], max_tokens=9, routes=True), emit_every=4)
-    known = replace(asked, request="k", routed=3)
+    known_before = replace(asked, request="k", routed=3)
     silent = request("s", [8], max_tokens=9)
-    found = routed_run(engine, [asked, known, silent])
-    whole = msgspec.convert(experts(0, 12), Routes)
-    assert found["r"][1] == whole
-    assert found["k"][1] == whole.part(3)
-    assert "s" not in found
+    result = routed_run(engine, [asked, known_before, silent])
+    converted = msgspec.convert(experts(0, 12), Routes)
+    assert result["r"][1] == converted
+    assert result["k"][1] == converted.part(3)
+    assert "s" not in result
     bodies = [body["sampling_params"] for body in server.last_bodies(3)]
     assert [body.get("skip_reading_prefix_cache") for body in bodies] == [True, None, None]
     names = [body.get("extra_args", {}).get("routes_as") for body in bodies]
@@ -243,12 +243,12 @@ def test_request_that_is_let_go_is_aborted_in_the_server(
     first = engine.step()
     assert first == []
     engine.cancel("gone")
-    found = engine.export("moved")
-    assert found is not None and found.kv is not None
-    assert found.sampled is not None and len(found.sampled.token_ids) == 1
+    export = engine.export("moved")
+    assert export is not None and export.kv is not None
+    assert export.sampled is not None and len(export.sampled.token_ids) == 1
     assert engine.active == 0 and engine.export("moved") is None
     engine.close()
-    names = [f"generate-tokens-{one['request_id']}" for one in server.last_bodies(2)]
+    names = [f"generate-tokens-{body['request_id']}" for body in server.last_bodies(2)]
     assert sorted(server.aborted) == sorted(names)
 
 
@@ -290,7 +290,7 @@ def test_row_that_waits_holds_nobody_up_twice(
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "text"),
     [
         ("refuse", "a bad request"),
         ("error", "it broke"),
@@ -299,7 +299,7 @@ def test_row_that_waits_holds_nobody_up_twice(
     ],
 )
 def test_request_that_goes_wrong_ends_alone_with_what_was_said(
-    server: FakeVllm, subject: Subject, trouble: str, said: str
+    server: FakeVllm, subject: Subject, trouble: str, text: str
 ) -> None:
     engine = _open(subject)
     good = run(engine, [request("good", [5], seed=2, max_tokens=30)])["good"]
@@ -309,8 +309,8 @@ def test_request_that_goes_wrong_ends_alone_with_what_was_said(
     beside, events = Result(), list[EngineEvent]()
     while engine.active:
         events += engine.step()
-    ends = {one.request: one for one in events if isinstance(one, RequestFinished)}
-    assert ends["bad"].reason == "error" and said in (ends["bad"].error or "")
+    ends = {event.request: event for event in events if isinstance(event, RequestFinished)}
+    assert ends["bad"].reason == "error" and text in (ends["bad"].error or "")
     for event in events:
         if isinstance(event, TokensSampled | RequestFinished) and event.request == "good":
             take(beside, event)

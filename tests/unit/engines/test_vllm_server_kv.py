@@ -50,33 +50,35 @@ def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
 
 
 def files(engine: VllmEngine) -> set[str]:
-    return {one.name for one in engine._caches._folder.path.iterdir()} - {MARK}
+    return {path.name for path in engine._caches._folder.path.iterdir()} - {MARK}
 
 
 def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
     """Return a request with six tokens that cannot end."""
-    one = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
-    engine.add(one)
+    req = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
+    engine.add(req)
     for _ in range(6):
         engine.step()
-    return one
+    return req
 
 
-def after(one: EngineRequest, found: Exported | None) -> EngineRequest:
-    assert found is not None and found.sampled is not None
-    tokens = [*one.token_ids, *found.sampled.token_ids]
-    return replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)
+def after(request: EngineRequest, exported: Exported | None) -> EngineRequest:
+    assert exported is not None and exported.sampled is not None
+    tokens = [*request.token_ids, *exported.sampled.token_ids]
+    return replace(
+        request, token_ids=tokens, sampled=len(exported.sampled.token_ids), kv=exported.kv
+    )
 
 
 def test_cache_leaves_with_the_heads_of_every_rank_and_no_file_is_left(opens: Open) -> None:
     engine = opens()
     assert KV_EXPORT in engine.declares
-    one = running(engine)
-    found = engine.export("r")
-    assert found is not None and found.kv is not None and engine.active == 0
-    assert (found.kv.tokens, found.kv.layout, found.kv.weights) == (8, "fake", "a" * 64)
-    (array,) = found.kv.arrays.values()
-    assert array.shape == (1, 2, 8, 2, 1) and len(one.token_ids) + 6 == 9
+    request = running(engine)
+    export = engine.export("r")
+    assert export is not None and export.kv is not None and engine.active == 0
+    assert (export.kv.tokens, export.kv.layout, export.kv.weights) == (8, "fake", "a" * 64)
+    (array,) = export.kv.arrays.values()
+    assert array.shape == (1, 2, 8, 2, 1) and len(request.token_ids) + 6 == 9
     assert not np.array_equal(array[..., 0, :], array[..., 1, :]) and array.all()
     assert files(engine) == set()
 
@@ -93,7 +95,7 @@ def test_cache_that_arrives_lies_in_a_file_until_the_first_word(
     server.begin.set()
     while not target.step():
         pass
-    assert [one.name for one in server.kv_files] == [name] and files(target) == set()
+    assert [file.name for file in server.kv_files] == [name] and files(target) == set()
     body = server.bodies[-1]
     assert body["cache_salt"] == body["request_id"] == name.removesuffix(".npy")
 
@@ -104,8 +106,8 @@ def test_cache_that_nobody_has_read_goes_on_as_it_came(server: FakeVllm, opens: 
     server.begin.clear()
     asked = server.doors.count("/collective_rpc")
     target.add(rest)
-    found = target.export("r")
-    assert found is not None and found.sampled is None and found.kv == rest.kv
+    export = target.export("r")
+    assert export is not None and export.sampled is None and export.kv == rest.kv
     assert server.doors.count("/collective_rpc") == asked
     server.begin.set()
 
@@ -129,8 +131,8 @@ def test_request_without_a_token_of_its_own_has_no_cache_and_nobody_is_asked(
     server.begin.clear()
     asked = server.doors.count("/collective_rpc")
     engine.add(request("r", [5, 6, 7]))
-    found = engine.export("r")
-    assert found is not None and (found.sampled, found.kv) == (None, None)
+    export = engine.export("r")
+    assert export is not None and (export.sampled, export.kv) == (None, None)
     assert server.doors.count("/collective_rpc") == asked
     server.begin.set()
 
@@ -166,8 +168,8 @@ def test_server_that_does_not_see_the_folder_or_has_another_kind_of_cache_export
         assert KV_EXPORT not in engine.declares
         assert engine.kv_error(rest) == "another layout"
         running(engine, "own")
-        found = engine.export("own")
-        assert found is not None and found.sampled is not None and found.kv is None
+        export = engine.export("own")
+        assert export is not None and export.sampled is not None and export.kv is None
 
 
 def test_cache_for_which_the_disk_has_no_room_is_named(

@@ -63,9 +63,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
     )
     policies = [(tmp_path / "base", base.digest)]
     for seed in (1, 2, 3):
-        made = random_adapter(tmp_path / "base", base.digest, seed=seed)
+        adapter = random_adapter(tmp_path / "base", base.digest, seed=seed)
         path = tmp_path / f"adapter{seed}"
-        policies.append((path, write_tensors(path, adapter_sources(made)).digest))
+        policies.append((path, write_tensors(path, adapter_sources(adapter)).digest))
     server = FakeVllm()
     server.facts |= {"lora_rank": 8, "max_resident_versions": 3}
     yield Served(server=server, policies=policies)
@@ -73,8 +73,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def under(version: int, **settings: object) -> EngineRequest:
-    made = request(f"r{version}", [5, 6], **settings)  # type: ignore[arg-type]
-    return replace(made, version=version)
+    new_request = request(f"r{version}", [5, 6], **settings)  # type: ignore[arg-type]
+    return replace(new_request, version=version)
 
 
 def test_every_version_is_an_adapter_and_a_stream_names_its_own(served: Served) -> None:
@@ -82,17 +82,19 @@ def test_every_version_is_an_adapter_and_a_stream_names_its_own(served: Served) 
     assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
     assert engine.max_resident_versions == 3
     results = run(engine, [under(version, max_tokens=20) for version in (0, 1, 2)])
-    assert len({tuple(one.tokens) for one in results.values()}) == 3
+    assert len({tuple(result.tokens) for result in results.values()}) == 3
     bodies = served.server.last_bodies(3)
-    assert [one["model"] for one in bodies] == [served.name(version) for version in range(3)]
+    assert [body["model"] for body in bodies] == [served.name(version) for version in range(3)]
     label = "0:" + served.policies[0][1][:16]
-    assert [one["cache_salt"] for one in bodies] == [f"{label}+{one['model']}" for one in bodies]
+    assert [body["cache_salt"] for body in bodies] == [
+        f"{label}+{body['model']}" for body in bodies
+    ]
 
 
 def test_adapter_is_loaded_and_dropped_beside_running_requests(served: Served) -> None:
     engine = served.serving(0, 1)
     server = served.server
-    whole = run(engine, [under(1, seed=9, max_tokens=30)])["r1"]
+    full = run(engine, [under(1, seed=9, max_tokens=30)])["r1"]
     server.hold_after = {9: 9}
     engine.add(under(1, seed=9, max_tokens=30))
     events = engine.step()
@@ -105,7 +107,7 @@ def test_adapter_is_loaded_and_dropped_beside_running_requests(served: Served) -
     server.release.set()
     while engine.active:
         events += engine.step()
-    assert run(engine, [under(1, seed=9, max_tokens=30)])["r1"] == whole
+    assert run(engine, [under(1, seed=9, max_tokens=30)])["r1"] == full
 
 
 def test_tokens_of_another_adapter_break_the_promise(served: Served) -> None:
@@ -135,10 +137,10 @@ def test_adapter_that_somebody_else_loads_meanwhile_is_noticed(served: Served) -
     write = served.server.rpc
 
     def crowded(body: dict[str, object]) -> dict[str, object]:
-        found = write(body)
+        result = write(body)
         if body["method"] == "dora_write":
             served.server.served.add(77)
-        return found
+        return result
 
     served.server.rpc = crowded  # type: ignore[method-assign]
     with pytest.raises(InvariantBroken, match=r"adapters \[2, 77\] in place of one"):
@@ -214,7 +216,7 @@ def test_what_another_worker_left_there_is_gone(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "rank", "most", "said", "hint"),
+    ("facts", "rank", "most", "text", "hint"),
     [
         ({"lora_rank": 0}, RANK, 2, "hosts no adapters, the worker needs rank 4, 2", "--lora-rank"),
         ({}, 16, 3, "adapters of rank 8, 3 at once, the worker needs rank 16", "--lora-rank 16"),
@@ -223,10 +225,10 @@ def test_what_another_worker_left_there_is_gone(served: Served) -> None:
     ],
 )
 def test_server_with_other_room_is_refused_with_what_it_lacks(
-    served: Served, facts: dict[str, int], rank: int, most: int, said: str, hint: str
+    served: Served, facts: dict[str, int], rank: int, most: int, text: str, hint: str
 ) -> None:
     served.server.facts |= facts
-    with pytest.raises(ConfigError, match=said) as raised:
+    with pytest.raises(ConfigError, match=text) as raised:
         served.open(rank=rank, most=most)
     assert raised.value.hint is not None and hint in raised.value.hint
 
@@ -239,13 +241,13 @@ def test_weights_do_not_change_under_running_rows(served: Served) -> None:
     engine.add(under(1))
     other = path.parent / "other"
     ones = np.ones((8, 6), np.float32)
-    whole = write_tensors(
+    tensors = write_tensors(
         other, [TensorSource(name=LAYER, dtype="F32", shape=(8, 6), data=ones.tobytes)]
     )
     with pytest.raises(ValueError, match="rows are active"):
-        engine.load(other, version=4, digest=whole.digest)
+        engine.load(other, version=4, digest=tensors.digest)
     engine.cancel("r1")
-    engine.load(other, version=4, digest=whole.digest)
+    engine.load(other, version=4, digest=tensors.digest)
     assert len(served.server.served) == 1
     with pytest.raises(ValueError, match="version 1 is not resident"):
         engine.add(under(1))

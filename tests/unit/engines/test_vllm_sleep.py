@@ -42,7 +42,7 @@ def test_server_lets_go_of_all_and_takes_weights_before_it_takes_room_for_caches
         engine.add(request("r", [5]))
     server.doors.clear()
     engine.load(tmp_path / "a", version=1, digest="a" * 64)
-    order = [one.partition("?")[0] for one in server.doors if "wake" in one or "update" in one]
+    order = [door.partition("?")[0] for door in server.doors if "wake" in door or "update" in door]
     assert order == [
         "/wake_up",
         "/start_weight_update",
@@ -50,7 +50,7 @@ def test_server_lets_go_of_all_and_takes_weights_before_it_takes_room_for_caches
         "/finish_weight_update",
         "/wake_up",
     ]
-    assert [one for one in server.doors if "wake" in one] == [
+    assert [door for door in server.doors if "wake" in door] == [
         "/wake_up?tags=weights",
         "/wake_up?tags=kv_cache",
     ]
@@ -89,7 +89,7 @@ def test_vllm_on_a_cpu_sleeps_without_letting_go_and_says_so(
     server.facts.update({"device": "cpu", "sleeps": False})
     with caplog.at_level(logging.WARNING):
         engine = opened(server, tmp_path)
-    assert [one.getMessage() for one in caplog.records] == [f"vllm on a CPU: {NO_ALLOCATOR}"]
+    assert [record.getMessage() for record in caplog.records] == [f"vllm on a CPU: {NO_ALLOCATOR}"]
     engine.load(tmp_path / "a", version=0, digest="a" * 64)
     server.doors.clear()
     assert engine.sleep().version == -1
@@ -97,5 +97,5 @@ def test_vllm_on_a_cpu_sleeps_without_letting_go_and_says_so(
         engine.add(request("r", [5]))
     engine.load(tmp_path / "a", version=1, digest="a" * 64)
     assert run(engine, [request("r", [5])])
-    assert not any("sleep" in one or "wake" in one for one in server.doors)
+    assert not any("sleep" in door or "wake" in door for door in server.doors)
     engine.close()

@@ -21,29 +21,29 @@ def part(taken_s: int, *groups: str) -> PartTaken:
 
 def test_a_part_begins_when_it_is_there_and_the_one_before_it_is_done() -> None:
     parts = [part(3, "a"), part(4, "b"), part(9, "c")]
-    found = list(computed(parts, (2.0, 1.5), SECOND_NS))
-    assert [one.begun_ns / SECOND_NS for one in found] == [3, 5, 9]
-    assert [one.ended_ns / SECOND_NS for one in found] == [5, 6.5, 9]
-    assert [one.waited_s for one in found] == [2, 0, 2.5]
+    result = list(computed(parts, (2.0, 1.5), SECOND_NS))
+    assert [entry.begun_ns / SECOND_NS for entry in result] == [3, 5, 9]
+    assert [entry.ended_ns / SECOND_NS for entry in result] == [5, 6.5, 9]
+    assert [entry.waited_s for entry in result] == [2, 0, 2.5]
 
 
 def test_parts_that_were_computed_with_the_batch_take_no_time_before_it() -> None:
-    found = list(computed([part(3, "a"), part(4, "b"), part(5, "c")], (4.0,), 0))
-    assert [one.seconds for one in found] == [4.0, None, None]
-    assert [one.waited_s for one in found] == [3, 0, 0]
+    result = list(computed([part(3, "a"), part(4, "b"), part(5, "c")], (4.0,), 0))
+    assert [entry.seconds for entry in result] == [4.0, None, None]
+    assert [entry.waited_s for entry in result] == [3, 0, 0]
 
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    found = CatalogueStage()
-    yield found
-    found.catalogue.close()
+    stage = CatalogueStage()
+    yield stage
+    stage.catalogue.close()
 
 
 def placed_groups(stage: CatalogueStage, incarnation: int, count: int) -> list[GroupSpec]:
-    specs = [stage.spec(one) for one in range(count)]
+    specs = [stage.spec(index) for index in range(count)]
     stage.decide(*map(stage.dispatch, specs))
-    stage.decide(*(stage.placed(one, "w0", incarnation) for one in specs))
+    stage.decide(*(stage.placed(spec, "w0", incarnation) for spec in specs))
     return specs
 
 
@@ -63,7 +63,7 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
                   last_trajectory from parts order by part""",
         [START_NS],
     )
-    last = [f"{one.group}-001" for one in specs]
+    last = [f"{spec.group}-001" for spec in specs]
     assert rows == [
         (0, 4.0, 4.0, 2.5, 1, 2, 40, last[0]),
         (1, 6.5, 0.0, 1.0, 1, 2, 40, last[1]),
@@ -71,7 +71,7 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
     ]
     assert stage.catalogue.one("select waited_s, early_s, seconds from steps") == (4.5, 3.5, 9.0)
     parts = stage.catalogue.query("select group_id, part from groups order by 1")
-    assert parts == [(one.group, at) for at, one in enumerate(specs)]
+    assert parts == [(spec.group, index) for index, spec in enumerate(specs)]
     assert stage.catalogue.one("select parts from batches") == (3,)
     waited = stage.catalogue.query("select part, sum(seconds) from waits group by 1 order by 1")
     assert waited == [(0, 4.0), (2, 0.5)], "every second is put down to somebody"
@@ -80,8 +80,8 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
 def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(stage: CatalogueStage) -> None:
     incarnation = stage.worker()
     first, second = placed_groups(stage, incarnation, 2)
-    for one in (first, second):
-        stage.log(one, incarnation)
+    for entry in (first, second):
+        stage.log(entry, incarnation)
     stage.part(0, 0, first)
     stage.part(0, 0, second)
     stage.train(0, second, first, parts=(1,))
@@ -114,7 +114,7 @@ def test_a_run_in_parts_is_told_alike_by_catalogue_and_audit(tmp_path: Path) -> 
                 """select step, s.groups, s.waited_s, count(*), sum(p.groups), sum(p.waited_s)
                    from parts p join steps s using (step) group by all"""
             )
-            whole = catalogue.query(
+            rows = catalogue.query(
                 """select abs(s.waited_s - sum(w.seconds)) < 1e-6 from waits w
                    join steps s using (step) group by step, s.waited_s"""
             )
@@ -122,4 +122,4 @@ def test_a_run_in_parts_is_told_alike_by_catalogue_and_audit(tmp_path: Path) -> 
     for _, groups, waited_s, count, summed, waited in several:
         assert (groups, summed, waited) == (summed, 4, pytest.approx(waited_s))
         assert count > 1
-    assert set(whole) == {(True,)}
+    assert set(rows) == {(True,)}

@@ -22,11 +22,11 @@ def _call(start: int, asked: int, answered: int) -> Call:
 
 def test_time_is_idle_only_while_no_call_is_open() -> None:
     calls = (_call(3, 5, 20), _call(6, 10, 15), _call(10, 18, 40), _call(12, 50, 60))
-    assert [one.idle_ns for one in call_rows(branched(calls=calls))] == [5, 0, 0, 10]
+    assert [row.idle_ns for row in call_rows(branched(calls=calls))] == [5, 0, 0, 10]
 
 
 def test_a_call_is_of_the_context_that_sampled_it_and_has_all_before_as_its_prompt() -> None:
     calls = tuple(_call(start, 0, 1) for start in (3, 6, 10, 12, 14))
     rows = list(call_rows(branched(calls=calls)))
-    assert [one.context for one in rows] == [0, 0, 1, 2, 3]
-    assert [one.prompt_tokens for one in rows] == [3, 6, 2, 3, 5]
+    assert [row.context for row in rows] == [0, 0, 1, 2, 3]
+    assert [row.prompt_tokens for row in rows] == [3, 6, 2, 3, 5]

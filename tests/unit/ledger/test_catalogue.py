@@ -23,9 +23,9 @@ SOURCE = source_of("run", control_next=7, decisions_next=3, chain="ab")
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    found = CatalogueStage()
-    yield found
-    found.catalogue.close()
+    stage = CatalogueStage()
+    yield stage
+    stage.catalogue.close()
 
 
 def test_a_logged_request_has_a_row_with_its_record(stage: CatalogueStage) -> None:
@@ -76,8 +76,8 @@ def test_a_record_of_a_worker_that_is_out_does_not_count(stage: CatalogueStage, 
     assert stage.catalogue.query("select distinct outcome from attempts") == [
         ("left" if how == "left" else "fenced",)
     ]
-    found = stage.catalogue.one(f"select departure from workers where incarnation = {incarnation}")
-    assert found == ("left" if how == "left" else "fenced",)
+    result = stage.catalogue.one(f"select departure from workers where incarnation = {incarnation}")
+    assert result == ("left" if how == "left" else "fenced",)
 
 
 def test_a_step_sums_up_its_batch(stage: CatalogueStage) -> None:
@@ -134,8 +134,8 @@ def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) ->
     stage.fact(records.ready("w0", incarnation, 3))
     stage.fact(records.ready("w0", incarnation, 3))
     sql = "select version, (ready_ns - assigned_ns) / 1e9 from served_versions"
-    found = stage.catalogue.query(sql)
-    assert found == [(3, 2.0), (3, None)]
+    rows = stage.catalogue.query(sql)
+    assert rows == [(3, 2.0), (3, None)]
 
 
 def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:
@@ -146,9 +146,9 @@ def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> Non
     stage.log(spec, incarnation, offset=9)
     name = f"{spec.group}-000"
     counted = logged_records(stage.catalogue, f"{COUNTS} and trajectory_id = ?", [name])
-    assert [(place, one.trajectory) for place, one in counted.items()] == [((0, 5), name)]
+    assert [(location, entry.trajectory) for location, entry in counted.items()] == [((0, 5), name)]
     every = logged_records(stage.catalogue, "true")
-    assert [one.status for one in every.values()] == ["bound"] * 2 + ["superseded"] * 2
+    assert [entry.status for entry in every.values()] == ["bound"] * 2 + ["superseded"] * 2
 
 
 def test_a_second_commit_of_a_step_counts_for_nothing(stage: CatalogueStage) -> None:
@@ -222,8 +222,8 @@ def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
         incarnation=incarnation,
     )
     stage.decide(cancel)
-    found = stage.catalogue.query("select outcome, end_reason from attempts order by trajectory_id")
-    assert found == [("failed", "EngineError: no room"), ("cancelled", "its group failed")]
+    rows = stage.catalogue.query("select outcome, end_reason from attempts order by trajectory_id")
+    assert rows == [("failed", "EngineError: no room"), ("cancelled", "its group failed")]
     assert stage.catalogue.one("select error, message, retryable from failures") == (
         "EngineError",
         "no room",
@@ -238,11 +238,16 @@ def test_evaluations_are_a_view_by_version(stage: CatalogueStage) -> None:
         stage.place(spec, incarnation)
         stage.log(spec, incarnation, rewards=rewards)
         stage.end(spec, "evaluated")
-    found = stage.catalogue.records("select version, groups, valid, reward from evaluations")
-    assert found == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
-    (one,) = evaluations_of(stage.catalogue, {})
-    assert (one.version, one.evaluation, one.prompts, one.trajectories) == (0, "", 2, 3)
-    values = {name: figure.value for name, figure in one.metrics.items()}
+    records = stage.catalogue.records("select version, groups, valid, reward from evaluations")
+    assert records == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
+    (evaluated,) = evaluations_of(stage.catalogue, {})
+    assert (evaluated.version, evaluated.evaluation, evaluated.prompts, evaluated.trajectories) == (
+        0,
+        "",
+        2,
+        3,
+    )
+    values = {name: figure.value for name, figure in evaluated.metrics.items()}
     assert values == {"mean@2": 0.75, "pass@1": 0.75, "pass@2": 1.0}
 
 
@@ -259,13 +264,13 @@ def test_a_saved_catalogue_is_opened_where_it_fits_the_log(
     stage.end(spec, "cancelled")
     path = tmp_path / "it's.duckdb"
     stage.catalogue.save(path, SOURCE)
-    found = fresh_catalogue(path, SOURCE)
-    assert found is not None
-    with closing(found):
-        assert found.query("select outcome from groups") == [("cancelled",)]
-        assert found.query("select * from evaluations") == []
-        assert found.source == SOURCE
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    catalogue = fresh_catalogue(path, SOURCE)
+    assert catalogue is not None
+    with closing(catalogue):
+        assert catalogue.query("select outcome from groups") == [("cancelled",)]
+        assert catalogue.query("select * from evaluations") == []
+        assert catalogue.source == SOURCE
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("field", ["form", "run", "control_next", "decisions_next", "chain"])
@@ -334,7 +339,7 @@ def test_while_it_is_narrowed_it_has_the_samples_of_some_groups_and_grows_all_th
     stage: CatalogueStage,
 ) -> None:
     incarnation = stage.worker()
-    specs = [stage.group(one) for one in range(3)]
+    specs = [stage.group(index) for index in range(3)]
     for spec in specs:
         stage.place(spec, incarnation)
     count = "select (select count(*) from {0}), (select count(*) from groups)"

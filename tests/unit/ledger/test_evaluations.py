@@ -29,7 +29,7 @@ PROMPTS = st.lists(st.lists(SAMPLES, max_size=6), min_size=1, max_size=9)
 
 
 def of(*rewards: float) -> list[Sample]:
-    return [Sample(one) for one in rewards]
+    return [Sample(reward) for reward in rewards]
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_majority_is_what_the_most_frequent_answers_are_worth(
 
 
 def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
-    said = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
-    found = metrics_of([said, of(0.0, 0.0, 0.0, 0.0)], samples=4)
-    assert found["maj@4"] == 0.5, "who says no answer has no vote"
-    assert {name for name in found if name.startswith("maj")} == {"maj@4"}
+    texts = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
+    metrics = metrics_of([texts, of(0.0, 0.0, 0.0, 0.0)], samples=4)
+    assert metrics["maj@4"] == 0.5, "who says no answer has no vote"
+    assert {name for name in metrics if name.startswith("maj")} == {"maj@4"}
     assert not any(name.startswith("maj") for name in metrics_of([of(1, 1, 1)], samples=3))
 
 
 def test_part_that_a_sample_does_not_have_counts_as_0() -> None:
     prompts = [[Sample(1.0, parts={"math": 1.0}), Sample(0.5, parts={"brevity": 0.5})], of(0.0)]
-    found = metrics_of(prompts, samples=2)
-    assert (found["part/math"], found["part/brevity"]) == (0.25, 0.125)
+    metrics = metrics_of(prompts, samples=2)
+    assert (metrics["part/math"], metrics["part/brevity"]) == (0.25, 0.125)
 
 
 @given(st.integers(1, 7), st.data())
@@ -80,10 +80,10 @@ def test_tries_are_powers_of_two_and_all(samples: int, tries: list[int]) -> None
 
 @given(PROMPTS)
 def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[Sample]]) -> None:
-    found = metrics_of(prompts, samples=6)
-    assert all(0 <= value <= 1 for value in found.values())
-    whole = [own for own in prompts if len(own) == 6]
-    grown = metrics_of(whole, samples=6)
+    metrics = metrics_of(prompts, samples=6)
+    assert all(0 <= value <= 1 for value in metrics.values())
+    full_prompts = [own for own in prompts if len(own) == 6]
+    grown = metrics_of(full_prompts, samples=6)
     values = [grown[name] for name in ("pass@1", "pass@2", "pass@4", "pass@6") if name in grown]
     assert values == sorted(values)
 
@@ -94,12 +94,12 @@ def test_what_is_not_valid_is_no_failure_and_what_nobody_can_say_is_left_out() -
 
 
 def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
-    values = [float(place % 2) for place in range(400)]
-    found = interval_of(values)
-    assert found == interval_of(values)
-    assert found.value == 0.5
+    values = [float(index % 2) for index in range(400)]
+    interval = interval_of(values)
+    assert interval == interval_of(values)
+    assert interval.value == 0.5
     width = 2 * 1.96 * 0.5 / math.sqrt(400)
-    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    assert interval.high - interval.low == pytest.approx(width, rel=0.1)
     assert interval_of([0.25]).low == interval_of([0.25]).high == 0.25
 
 

@@ -45,7 +45,7 @@ def bus() -> MemoryBus:
 
 
 def append(bus: MemoryBus, topic: str, *values: msgspec.Struct | bytes) -> list[int]:
-    encoded = (one if isinstance(one, bytes) else encode(one) for one in values)
+    encoded = (value if isinstance(value, bytes) else encode(value) for value in values)
     return bus.writer().append([Append(topic=topic, value=value) for value in encoded])
 
 
@@ -102,7 +102,7 @@ def test_records_are_counted_and_those_that_cannot_be_read_are_left_out(bus: Mem
     follower = LogFollower(bus, TOPICS, heard, statuses=statuses.append, meter=meter)
     read(follower)
     assert heard.said == ["fact 0", "round 0"]
-    assert [one.at_ns for one in statuses] == [5]
+    assert [status.at_ns for status in statuses] == [5]
     assert follower.unreadable == {"control": 1, "decisions": 1, "metrics": 1}
     size = len(encode(records.joined("w0"))) + 1
     assert meter.topics["control"] == TopicCount(records=2, bytes=size, unreadable=1)
@@ -131,7 +131,7 @@ def test_of_the_metrics_topic_the_newest_are_read_and_deleted_ones_are_passed_ov
     while bus.trim(METRICS, offsets[8]):
         pass
     read(follower)
-    assert [one.at_ns for one in statuses] == [5, 8, 9]
+    assert [status.at_ns for status in statuses] == [5, 8, 9]
 
 
 class _Mute(ReaderWrapper):

@@ -19,10 +19,10 @@ Story = Callable[[CatalogueStage], None]
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    found = CatalogueStage()
-    found.begins("orchestrator", 0)
-    yield found
-    found.catalogue.close()
+    stage = CatalogueStage()
+    stage.begins("orchestrator", 0)
+    yield stage
+    stage.catalogue.close()
 
 
 def marks_of(stage: CatalogueStage) -> list[tuple[int, str, str]]:
@@ -46,7 +46,7 @@ def stopped(stage: CatalogueStage, *roles: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "found"),
+    ("args", "result"),
     [
         ({RATE: 0.5}, [(1, "setting", RATE)]),
         ({RATE: "abc"}, []),
@@ -55,11 +55,11 @@ def stopped(stage: CatalogueStage, *roles: str) -> None:
     ],
 )
 def test_a_setting_that_changes_is_a_mark_of_the_step_it_is_in_force_from(
-    stage: CatalogueStage, args: dict[str, object], found: list[tuple[int, str, str]]
+    stage: CatalogueStage, args: dict[str, object], result: list[tuple[int, str, str]]
 ) -> None:
     trained(stage, 0, stage.worker())
     stage.fact(records.command("set", **args))
-    assert marks_of(stage) == found
+    assert marks_of(stage) == result
 
 
 def test_a_mark_says_both_values_and_who(stage: CatalogueStage) -> None:
@@ -110,10 +110,10 @@ STORIES: dict[str, tuple[list[Story], list[tuple[int, str, str]]]] = {
 def test_a_role_that_begins_again_or_is_lost_is_a_mark(stage: CatalogueStage, name: str) -> None:
     assert stage.worker() == 4
     trained(stage, 0, 4)
-    story, found = STORIES[name]
+    story, result = STORIES[name]
     for happens in story:
         happens(stage)
-    assert marks_of(stage) == found
+    assert marks_of(stage) == result
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_stop_lasts_until_both_roles_are_back_whatever_a_failed_resume_wrote(
 
 
 @pytest.mark.parametrize(
-    ("from_ns", "until_ns", "found"), [(0, 4, 2), (3, 4, 1), (5, 9, 0), (0, 20, 8)]
+    ("from_ns", "until_ns", "result"), [(0, 4, 2), (3, 4, 1), (5, 9, 0), (0, 20, 8)]
 )
-def test_stopped_time_is_counted_within_bounds(from_ns: int, until_ns: int, found: int) -> None:
-    assert stopped_ns([(2, 5), (10, 15)], from_ns, until_ns) == found
+def test_stopped_time_is_counted_within_bounds(from_ns: int, until_ns: int, result: int) -> None:
+    assert stopped_ns([(2, 5), (10, 15)], from_ns, until_ns) == result

@@ -58,7 +58,7 @@ def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
     assert sent.whole
     assert sink.spans == traces_of(bus, recorded.topics)
     assert sent.spans == len(sink.spans)
-    assert sent.groups == sum(one.stage == "group" for one in sink.spans)
+    assert sent.groups == sum(span.stage == "group" for span in sink.spans)
 
 
 def test_resumed_follower_goes_on_where_it_was(

@@ -36,8 +36,8 @@ GOLDEN = ROOT / "tests" / "golden" / "traces" / "group-and-step.json"
 
 
 def _all() -> tuple[RunFacts, list[Span]]:
-    told = whole()
-    run, (group, step) = told.run, told.ended
+    reply = whole()
+    run, (group, step) = reply.run, reply.ended
     assert run is not None
     assert isinstance(group, GroupEnded)
     assert isinstance(step, StepEnded)
@@ -49,14 +49,14 @@ def _request(line: bytes) -> ExportTraceServiceRequest:
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
-            return [plain(one) for one in value]
+            return [plain(entry) for entry in value]
         if not isinstance(value, dict):
             return value
         return {
-            key: base64.b64encode(bytes.fromhex(one)).decode()
+            key: base64.b64encode(bytes.fromhex(entry)).decode()
             if key in ("traceId", "spanId", "parentSpanId")
-            else plain(one)
-            for key, one in value.items()
+            else plain(entry)
+            for key, entry in value.items()
         }
 
     request = ExportTraceServiceRequest()
@@ -107,20 +107,20 @@ def test_an_endpoint_that_refuses_is_named_with_a_hint(
 
 
 def test_requests_are_bounded_by_spans_and_by_links() -> None:
-    one = _all()[1][0]
-    many = [one] * (SPANS_MAX + 1)
+    entry = _all()[1][0]
+    many = [entry] * (SPANS_MAX + 1)
     assert [len(few) for few in pieces(many)] == [SPANS_MAX, 1]
-    link = Link(one.trace_id, one.span_id)
+    link = Link(entry.trace_id, entry.span_id)
     step = Span(
         stage="step",
-        trace_id=one.trace_id,
-        span_id=one.span_id,
+        trace_id=entry.trace_id,
+        span_id=entry.span_id,
         parent_id="",
         start_ns=0,
         end_ns=0,
         links=(link,) * (LINKS_MAX // 2 + 1),
     )
-    assert [len(few) for few in pieces([one, step, step, one])] == [2, 2]
+    assert [len(few) for few in pieces([entry, step, step, entry])] == [2, 2]
     assert list(pieces([])) == []
 
 
@@ -149,7 +149,7 @@ def test_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
         sink.send(run, spans)
         assert not path.exists()
     assert [spans_of(_request(line)) for line in path.read_bytes().splitlines()] == [spans]
-    assert [one.name for one in tmp_path.iterdir()] == ["traces.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["traces.jsonl"]
 
 
 def test_file_of_an_export_that_failed_is_not_left(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
     progress = RunProgress(bus, TOPICS, logs=Path("runs/r/logs"))
     stage = Stage(stats=progress)
     incarnation = stage.worker()
-    for ordinal, said in enumerate(({0: INDEX}, {1: INDEX}, {0: LATE}, {})):
+    for ordinal, text in enumerate(({0: INDEX}, {1: INDEX}, {0: LATE}, {})):
         spec = stage.group(ordinal, incarnation)
         stage.logged(
-            spec, incarnation, tuple(None if one in said else 1.0 for one in (0, 1)), said=said
+            spec, incarnation, tuple(None if entry in text else 1.0 for entry in (0, 1)), text=text
         )
         stage.decide(End(group=spec.group, outcome="filtered", reason="all are equal"))
     unfit = "row 4 of train.jsonl: a prompt of 90 tokens does not fit a context of 64"
@@ -122,7 +122,7 @@ def test_first_error_of_a_tool_is_a_line_though_its_trajectory_is_valid() -> Non
     stage = Stage(stats=progress)
     incarnation = stage.worker()
     raised = {"tool_error": "KeyError: tools.py:3: 'Oslo'"}
-    stage.logged(stage.group(0, incarnation), incarnation, (1.0, 0.0), said={0: raised, 1: raised})
+    stage.logged(stage.group(0, incarnation), incarnation, (1.0, 0.0), text={0: raised, 1: raised})
     assert [line for line in progress.lines() if "joined" not in line] == [
         "a tool of g0000000000-000 failed: KeyError: tools.py:3: 'Oslo'; traceback in the log of w0"
     ]
@@ -144,9 +144,9 @@ def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> Non
         metrics = {"updates": updates, "truncated": 0.25, "entropy": 1.0}
         settings = {"trainer.learning_rate": 1e-5}
         stage.fact(msgspec.structs.replace(fact, metrics=metrics, settings=settings))
-    told = progress.lines()
-    assert told.count("           entropy 1  truncated 0.25  learning_rate 1e-05") == 4
-    lines = [line for line in told if line.startswith("step")]
+    received_lines = progress.lines()
+    assert received_lines.count("           entropy 1  truncated 0.25  learning_rate 1e-05") == 4
+    lines = [line for line in received_lines if line.startswith("step")]
     equal = "the rewards of each group were equal (0.5), so the weights are unchanged"
     assert [line.endswith("  no gradient") for line in lines] == [1, 0, 0, 1, 0, 1]
     assert lines[1] == f"step 0 had no gradient: {equal}"
@@ -169,8 +169,8 @@ def test_a_resumed_run_says_where_it_goes_on_and_what_changed_and_no_earlier_lin
     rate = {"trainer.learning_rate": 0.5}
     say(records.run_started(records.make_config()), records.joined("w0"))
     say(records.command("set", **rate), records.joined("w1"))
-    told = records.command("set", **rate | {"trainer.learning_rate": 0.25})
-    (past,) = writer.append([Append(topic=TOPICS.control, value=encode(told))])
+    command = records.command("set", **rate | {"trainer.learning_rate": 0.25})
+    (past,) = writer.append([Append(topic=TOPICS.control, value=encode(command))])
     first = RunProgress(bus, TOPICS)
     resumed = RunProgress(bus, TOPICS, logs=Path("elsewhere/r/logs"), past=past + 1)
     assert [line.partition(" ")[0] for line in first.lines()] == ["w0", "step", "w1"]

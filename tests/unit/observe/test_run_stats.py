@@ -38,10 +38,10 @@ def stats(bus: SqliteBus, recorded: RecordedRun) -> RunStats:
 
 @pytest.fixture(scope="module")
 def state(bus: SqliteBus, recorded: RecordedRun) -> State:
-    found = State()
-    for at in read_rounds(bus, recorded.topics):
-        fold_round(found, at.round, at.folded())
-    return found
+    state = State()
+    for entry in read_rounds(bus, recorded.topics):
+        fold_round(state, entry.round, entry.folded())
+    return state
 
 
 def test_numbers_of_a_whole_run_are_those_of_the_orchestrators_state(
@@ -64,10 +64,12 @@ def test_trainers_waits_of_a_whole_run_are_those_that_why_accounts_for(
 ) -> None:
     with closing(read_catalogue(bus, recorded.topics)) as catalogue:
         waits = waits_of(catalogue)
-    assert [one.step for one in stats.steps] == [one.step for one in waits]
-    assert [one.waited_s for one in stats.steps] == pytest.approx([one.waited_s for one in waits])
-    named = {one.worker for one in stats.steps if one.worker}
-    assert named <= {one.worker for one in waits}
+    assert [step.step for step in stats.steps] == [wait.step for wait in waits]
+    assert [step.waited_s for step in stats.steps] == pytest.approx(
+        [wait.waited_s for wait in waits]
+    )
+    named = {step.worker for step in stats.steps if step.worker}
+    assert named <= {wait.worker for wait in waits}
     waited_ms = sum(stats.waited_by.values())
     assert waited_ms == pytest.approx(1000 * stats.wait_s.total, abs=STEPS)
 
@@ -76,11 +78,13 @@ def test_every_record_that_was_read_is_counted_and_nothing_is_left_behind(
     stats: RunStats, bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     for topic in ("control", "decisions", "metrics"):
-        values = [one.value for one in records_of(bus, ends_of(bus, f"{recorded.run}.{topic}"))]
+        values = [
+            record.value for record in records_of(bus, ends_of(bus, f"{recorded.run}.{topic}"))
+        ]
         assert stats.meter.topics[topic].records == len(values)
         assert stats.meter.topics[topic].bytes == sum(map(len, values))
         assert stats.meter.topics[topic].unreadable == 0
-    assert all(place.position == place.end for place in stats.meter.positions.values())
+    assert all(position.position == position.end for position in stats.meter.positions.values())
     assert stats.delay_s.observations > 0
 
 
@@ -108,8 +112,8 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
         episodes_restarted=2,
         episodes_replayed=4,
     )
-    told = stage.stats.workers["w0"]
-    assert (told.sampled, told.counts) == (107, WorkerCounts(107, 50, 3, 2, 4))
+    received_stage = stage.stats.workers["w0"]
+    assert (received_stage.sampled, received_stage.counts) == (107, WorkerCounts(107, 50, 3, 2, 4))
 
 
 def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:
@@ -122,9 +126,9 @@ def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has(
     assert stage.worker() == first
     assert stage.stats.workers["w0"].status is None, "that was its earlier incarnation"
     stage.worker()
-    told = stage.stats.workers["w0"]
-    assert told.status is not None
-    assert (told.sampled, told.status.tokens_total) == (32, 7)
+    received_stage = stage.stats.workers["w0"]
+    assert received_stage.status is not None
+    assert (received_stage.sampled, received_stage.status.tokens_total) == (32, 7)
 
 
 def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
@@ -137,8 +141,8 @@ def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
         lambda: stage.status("w0", incarnation, active=2),
         lambda: stage.fact(records.left("w0", incarnation)),
     )
-    for one in happens:
-        one()
+    for moment in happens:
+        moment()
         states.append(stage.stats.workers["w0"].state)
     assert states == ["joined", "loading", "idle", "generating", "left"]
     assert stage.stats.heard == {}
@@ -207,8 +211,8 @@ def test_samples_that_were_not_waited_for_are_counted_by_why() -> None:
         group = stage.group(ordinal, incarnation).group
         stage.decide(EndSamples(reason="test", group=group, samples=samples, outcome=outcome))
     assert stage.stats.left_over == {"redundant": 1, "expired": 2}
-    told = values_of(stage.stats)
-    assert told['dora_pipe_trajectories_unused_total{outcome="expired"}'] == 2
+    received_stage = values_of(stage.stats)
+    assert received_stage['dora_pipe_trajectories_unused_total{outcome="expired"}'] == 2
 
 
 def test_report_that_a_worker_repeats_is_counted_once() -> None:
@@ -253,18 +257,18 @@ def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() 
     stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert ended.metrics == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
-    said = "evaluation hard of version 0: reward 0.500, pass@2 1.000"
-    assert evaluation_words(ended) == said
-    assert said in str(frame(stage.stats, stage.now_ns))
-    told = values_of(stage.stats)
-    assert told['dora_pipe_evaluation_reward{evaluation="hard"}'] == 0.5
-    assert told['dora_pipe_evaluation_metric{evaluation="hard",metric="pass@2"}'] == 1
+    text = "evaluation hard of version 0: reward 0.500, pass@2 1.000"
+    assert evaluation_words(ended) == text
+    assert text in str(frame(stage.stats, stage.now_ns))
+    received_stage = values_of(stage.stats)
+    assert received_stage['dora_pipe_evaluation_reward{evaluation="hard"}'] == 0.5
+    assert received_stage['dora_pipe_evaluation_metric{evaluation="hard",metric="pass@2"}'] == 1
 
 
 def test_rewards_of_a_step_are_told_by_task() -> None:
     stage = Stage()
     incarnation = stage.worker()
-    specs = [stage.group(at, incarnation, task=name) for at, name in enumerate(("b", "a"))]
+    specs = [stage.group(index, incarnation, task=name) for index, name in enumerate(("b", "a"))]
     stage.log(specs[0], incarnation, 1.0, None)
     stage.log(specs[1], incarnation, 0.0, 0.5)
     taken = tuple(
@@ -273,43 +277,47 @@ def test_rewards_of_a_step_are_told_by_task() -> None:
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
     stage.fact(records.committed(0, taken))
     assert stage.stats.steps[-1].task_rewards == (("a", 0.25), ("b", 1.0))
-    told = values_of(stage.stats)
-    assert told["dora_pipe_step_reward"] == 0.5
+    received_stage = values_of(stage.stats)
+    assert received_stage["dora_pipe_step_reward"] == 0.5
     for task, value in (("a", 0.25), ("b", 1)):
-        assert told[f'dora_pipe_step_task_reward{{task="{task}"}}'] == value
+        assert received_stage[f'dora_pipe_step_task_reward{{task="{task}"}}'] == value
 
 
 def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
     stage = Stage(evaluation__prompts=1)
     incarnation = stage.worker()
     spec = stage.group(0, incarnation, task="add")
-    said: dict[int, dict[str, Any]] = {
+    texts: dict[int, dict[str, Any]] = {
         0: {"parts": {"math": 1.0, "form": 0.5}},
         1: {"error": "Retry: busy"},
     }
-    stage.logged(spec, incarnation, (1.0, None), said=said)
+    stage.logged(spec, incarnation, (1.0, None), text=texts)
     taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
     stage.fact(records.committed(0, taken))
     (step,) = stage.stats.steps
     assert (step.parts, step.errors) == ({"add": {"math": 1.0, "form": 0.5}}, {"Retry": 1})
     spec = stage.group(0, incarnation, purpose="eval")
-    said = {one: {"parts": {"math": float(one)}, "answer": "4"} for one in range(2)}
-    stage.logged(spec, incarnation, (0.0, 1.0), said=said)
+    texts = {index: {"parts": {"math": float(index)}, "answer": "4"} for index in range(2)}
+    stage.logged(spec, incarnation, (0.0, 1.0), text=texts)
     stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert ended.metrics["part/math"] == 0.5
-    told = values_of(stage.stats)
-    assert told['dora_pipe_step_reward_part{part="form",task="add"}'] == 0.5
+    received_stage = values_of(stage.stats)
+    assert received_stage['dora_pipe_step_reward_part{part="form",task="add"}'] == 0.5
     invalid = 'dora_pipe_trajectories_invalid_total{error="Retry",fault="infrastructure"}'
-    assert told[invalid] == 1
+    assert received_stage[invalid] == 1
 
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:
     stage = Stage()
     incarnation = stage.worker()
     stage.group(0, incarnation)
-    words = [one.words for at in stage.stats.recent_rounds for one in summaries_of(at)]
+    words = [
+        summary.words
+        for position in stage.stats.recent_rounds
+        for summary in summaries_of(position)
+    ]
     assert words == ["dispatch version 0", "schedule 2 version 0 on w0"]
 
 
@@ -325,8 +333,14 @@ def test_equal_weights_make_a_full_effective_sample_and_unequal_ones_less() -> N
 
 
 def test_value_at_a_bound_belongs_to_its_bucket_and_one_above_all_to_infinity() -> None:
-    told = Histogram(BOUNDS)
+    histogram = Histogram(BOUNDS)
     for value in (0.0, 1.0, 1.1, 99.0):
-        told.add(value)
-    assert list(told.cumulative()) == [(0.0, 1), (1.0, 2), (2.5, 3), (10.0, 3), (float("inf"), 4)]
-    assert told.total == 101.1
+        histogram.add(value)
+    assert list(histogram.cumulative()) == [
+        (0.0, 1),
+        (1.0, 2),
+        (2.5, 3),
+        (10.0, 3),
+        (float("inf"), 4),
+    ]
+    assert histogram.total == 101.1

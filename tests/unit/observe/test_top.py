@@ -53,7 +53,7 @@ PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("text", "line"),
     [
         ({"computed": 100, "reused": 300}, "0 tok/s kv 25% reused 75%"),
         (
@@ -64,12 +64,12 @@ PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_
     ],
 )
 def test_line_of_a_worker_has_what_it_said_beside_its_requests(
-    said: dict[str, Any], line: str
+    text: dict[str, Any], line: str
 ) -> None:
     stage = Stage()
     incarnation = stage.worker()
     stage.assign("w0", incarnation, 0)
-    stage.status("w0", incarnation, active=2, **said)
+    stage.status("w0", incarnation, active=2, **text)
     assert _texts(_shown(stage).workers)[1:] == [f"w0 v0  generating 2/4+0 {line}"]
 
 
@@ -154,7 +154,7 @@ def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:
 
 
 def test_panel_without_room_says_how_much_it_leaves_out() -> None:
-    panel = Panel(title="x", lines=tuple(Line(str(one)) for one in range(5)))
+    panel = Panel(title="x", lines=tuple(Line(str(index)) for index in range(5)))
     assert [line.text for line in panel.fit(3)] == ["0", "1", "and 3 more"]
     assert panel.fit(5) == panel.lines
     assert [len(panel.fit(rows)) for rows in (0, 1, 2)] == [0, 1, 2]

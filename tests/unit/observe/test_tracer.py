@@ -34,23 +34,23 @@ def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
     )
     writer = copy.writer()
     for topic in (run.topics.control, run.topics.trajectories):
-        for at in ends_of(bus, topic):
-            _refill(copy, bus, at)
+        for end in ends_of(bus, topic):
+            _refill(copy, bus, end)
     yield copy
     for record in records_of(bus, ends_of(bus, run.topics.decisions)):
         writer.append([Append(topic=record.topic, value=record.value)])
         yield copy
 
 
-def _refill(copy: Bus, bus: Bus, at: TopicPartition) -> None:
+def _refill(copy: Bus, bus: Bus, partition: TopicPartition) -> None:
     records: list[Append] = []
-    for record in records_of(bus, {at: bus.end(at)}):
-        gap = Append(topic=at.topic, partition=at.partition, value=b"?")
+    for record in records_of(bus, {partition: bus.end(partition)}):
+        gap = Append(topic=partition.topic, partition=partition.partition, value=b"?")
         records += [gap] * (record.offset - len(records))
         records.append(
             Append(
-                topic=at.topic,
-                partition=at.partition,
+                topic=partition.topic,
+                partition=partition.partition,
                 key=record.key,
                 value=record.value,
                 headers=record.headers,
@@ -72,33 +72,36 @@ def test_log_that_grows_gives_what_the_whole_one_gives(
         assert live.over
         assert live.open == 0
     copy.close()
-    whole = traces_of(bus, recorded.topics)
+    traces = traces_of(bus, recorded.topics)
     # Only offsets of rounds differ in the copy.
-    assert [(one.span_id, one.start_ns, one.end_ns) for one in grown] == [
-        (one.span_id, one.start_ns, one.end_ns) for one in whole
+    assert [(span.span_id, span.start_ns, span.end_ns) for span in grown] == [
+        (span.span_id, span.start_ns, span.end_ns) for span in traces
     ]
 
 
 def test_share_leaves_groups_out_and_keeps_every_step(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
-    with closing(Tracer(bus, recorded.topics, 0.2)) as some:
+    with closing(Tracer(bus, recorded.topics, 0.2)) as tracer:
         spans = []
-        while not some.caught_up:
-            spans += [span for one in some.turn() for span in one.spans]
-        assert some.left_out > some.sampled > 0
-        roots = [one for one in spans if one.stage == "group"]
-        assert len(roots) == some.sampled
+        while not tracer.caught_up:
+            spans += [span for entry in tracer.turn() for span in entry.spans]
+        assert tracer.left_out > tracer.sampled > 0
+        roots = [span for span in spans if span.stage == "group"]
+        assert len(roots) == tracer.sampled
     check_whole(spans)
-    whole = traces_of(bus, recorded.topics)
-    assert len(roots) + some.left_out == sum(one.stage == "group" for one in whole)
-    steps = [one.attributes[names.STEP] for one in spans if one.stage == "step"]
+    traces = traces_of(bus, recorded.topics)
+    assert len(roots) + tracer.left_out == sum(span.stage == "group" for span in traces)
+    steps = [span.attributes[names.STEP] for span in spans if span.stage == "step"]
     assert steps == list(range(14))
-    told = {one.span_id: one for one in whole}
-    kept = {one.attributes[names.KEPT] for one in roots}
+    stage = {trace.span_id: trace for trace in traces}
+    kept = {root.attributes[names.KEPT] for root in roots}
     assert kept >= {"ratio", "failed"}
-    for one in spans:
-        assert (one.start_ns, one.end_ns) == (told[one.span_id].start_ns, told[one.span_id].end_ns)
+    for span in spans:
+        assert (span.start_ns, span.end_ns) == (
+            stage[span.span_id].start_ns,
+            stage[span.span_id].end_ns,
+        )
 
 
 def test_control_that_was_cut_is_told(bus: SqliteBus, recorded: RecordedRun) -> None:
@@ -117,8 +120,8 @@ def test_trace_that_show_prints_is_that_of_the_whole_log(
     bus: SqliteBus, recorded: RecordedRun, spans: list[Span]
 ) -> None:
     by_trace: dict[str, list[Span]] = {}
-    for one in spans:
-        by_trace.setdefault(one.trace_id, []).append(one)
+    for span in spans:
+        by_trace.setdefault(span.trace_id, []).append(span)
     for name in ("g0000000000", "g0000000010", "g0000000033", "e0000000001"):
         history = History(group=name)
         history.read(bus, recorded.topics)
@@ -130,22 +133,22 @@ def test_trace_that_show_prints_is_that_of_the_whole_log(
         rows = Traces(bus, recorded.topics, history).step()
         own = by_trace[rows[0]["trace_id"]]
         assert rows[: len(own)] == tree.rows(own)
-        assert [one["stage"] for one in rows[len(own) :]] == ["group"] * len(history.members)
+        assert [row["stage"] for row in rows[len(own) :]] == ["group"] * len(history.members)
         assert len(history.members) == 4
 
 
 def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
-    told = whole()
-    (moved, _) = told.ended
+    reply = whole()
+    (moved, _) = reply.ended
     assert isinstance(moved, GroupEnded)
-    because = [sampled_because(told.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
+    because = [sampled_because(reply.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
     assert because == ["migrated", "all"]
 
 
 def _ended(ordinal: int, *, lasted_ms: float = 100.0, outcome: Outcome = "filtered") -> GroupEnded:
     own = spec(group_id("train", ordinal))
-    told = began().decide(100, Dispatch(reason="room", spec=own), place("w0", W0, 0, 1, of=own))
-    (ended,) = told.decide(100 + lasted_ms, End(reason="", group=own.group, outcome=outcome)).ended
+    stage = began().decide(100, Dispatch(reason="room", spec=own), place("w0", W0, 0, 1, of=own))
+    (ended,) = stage.decide(100 + lasted_ms, End(reason="", group=own.group, outcome=outcome)).ended
     assert isinstance(ended, GroupEnded)
     return ended
 

@@ -42,15 +42,15 @@ def test_paths_are_unbroken_in_a_run_of_the_real_machines(
 
 
 def test_what_went_wrong_is_told_where_it_went_wrong(spans: list[Span], ledger: Ledger) -> None:
-    attempts = [one for one in spans if one.stage == "generated"]
-    fenced = [one for one in attempts if one.attributes[names.OUTCOME] == "fenced"]
-    assert {one.attributes[names.WORKER] for one in fenced} >= {"w0", "w1"}
-    assert all(one.error and one.attributes[names.ERROR] == "fenced" for one in fenced)
-    resumed = [one for one in attempts if names.RESUMED in one.attributes]
+    attempts = [span for span in spans if span.stage == "generated"]
+    fenced = [attempt for attempt in attempts if attempt.attributes[names.OUTCOME] == "fenced"]
+    assert {span.attributes[names.WORKER] for span in fenced} >= {"w0", "w1"}
+    assert all(span.error and span.attributes[names.ERROR] == "fenced" for span in fenced)
+    resumed = [attempt for attempt in attempts if names.RESUMED in attempt.attributes]
     assert resumed
-    invalid = [one for one in spans if one.stage == "reward" and one.error]
-    bound = [one for group in ledger.accounts.groups.values() for one in group.results]
-    assert len(invalid) == sum(one.fact.reward is None for one in bound)
+    invalid = [span for span in spans if span.stage == "reward" and span.error]
+    bound = [result for group in ledger.accounts.groups.values() for result in group.results]
+    assert len(invalid) == sum(report.fact.reward is None for report in bound)
     assert invalid[0].error.startswith("ValueError")
 
 
@@ -58,24 +58,26 @@ def test_tokens_of_the_attempts_are_those_of_the_trajectory(
     spans: list[Span], ledger: Ledger
 ) -> None:
     check_whole(spans)
-    told: dict[str, int] = {}
-    for one in spans:
-        if one.stage == "generated":
-            name, tokens = str(one.attributes[names.RESPONSE]), one.attributes[names.OUTPUT]
+    stage: dict[str, int] = {}
+    for span in spans:
+        if span.stage == "generated":
+            name, tokens = str(span.attributes[names.RESPONSE]), span.attributes[names.OUTPUT]
             assert isinstance(tokens, int)
-            told[name] = told.get(name, 0) + tokens
+            stage[name] = stage.get(name, 0) + tokens
     logged = {
-        one.fact.trajectory: one.fact.tokens
+        result.fact.trajectory: result.fact.tokens
         for group in ledger.accounts.groups.values()
-        for one in group.results
+        for result in group.results
     }
-    assert {name: told[name] for name in logged} == logged
+    assert {name: stage[name] for name in logged} == logged
 
 
 def test_evaluation_ends_without_a_step(spans: list[Span]) -> None:
-    roots = [one for one in spans if one.stage == "group"]
-    evaluated = [one for one in roots if one.attributes[names.PURPOSE] == "eval"]
+    roots = [span for span in spans if span.stage == "group"]
+    evaluated = [root for root in roots if root.attributes[names.PURPOSE] == "eval"]
     assert evaluated
-    assert {one.attributes[names.OUTCOME] for one in evaluated} == {"evaluated"}
-    traces = {one.trace_id for one in evaluated}
-    assert {"selected", "trained"} & {one.stage for one in spans if one.trace_id in traces} == set()
+    assert {span.attributes[names.OUTCOME] for span in evaluated} == {"evaluated"}
+    traces = {span.trace_id for span in evaluated}
+    assert {"selected", "trained"} & {
+        span.stage for span in spans if span.trace_id in traces
+    } == set()

@@ -54,12 +54,12 @@ def test_every_step_has_a_row_with_what_the_log_says_of_it(
 ) -> None:
     stats, steps = stats_of(bus, recorded.topics), _steps(rows)
     assert [row.step for row in steps] == list(range(STEPS))
-    for row, told in zip(steps, stats.steps, strict=True):
-        assert row.at_ns == told.committed_ns
-        assert row.metrics["reward/valid"] == told.reward
-        for value, count in told.staleness:
+    for row, step in zip(steps, stats.steps, strict=True):
+        assert row.at_ns == step.committed_ns
+        assert row.metrics["reward/valid"] == step.reward
+        for value, count in step.staleness:
             assert row.metrics[f"staleness/groups_{value}"] == count
-        assert row.metrics["time/trainer_waited_s"] == told.waited_s
+        assert row.metrics["time/trainer_waited_s"] == step.waited_s
         assert row.metrics["staleness/bound"] == stats.bound
     assert stats.commit is not None
     newest = {name: steps[-1].metrics[f"train/{name}"] for name in stats.commit.metrics}
@@ -70,7 +70,9 @@ def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
     invalid = [row for row in _steps(rows) if row.metrics["reward/invalid"]]
     assert len(invalid) > 0
     for row in invalid:
-        valid, raw, share = (row.metrics[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
+        valid, raw, share = (
+            row.metrics[f"reward/{entry}"] for entry in ("valid", "raw", "invalid")
+        )
         assert raw == pytest.approx(valid * (1 - share))
         assert row.metrics["reward/infrastructure"] == 0  # errors raised by the task are its own
 
@@ -93,17 +95,17 @@ def _number(row: Row, name: str) -> float:
 def test_an_evaluation_has_a_row_at_its_version(
     rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
-    found = {row.step: row.metrics for row in rows if "evaluation/reward" in row.metrics}
+    results = {row.step: row.metrics for row in rows if "evaluation/reward" in row.metrics}
     stats = stats_of(bus, recorded.topics)
     (newest,) = stats.evaluated.values()
     reward = newest.reward
-    assert found[newest.version] == {
+    assert results[newest.version] == {
         "evaluation/reward": reward,
         "evaluation/mean@1": reward,
         "evaluation/pass@1": newest.metrics["pass@1"],
         "evaluation/part/exact": reward,
     }
-    assert len(found) > 1 and len(rows) == STEPS + len(found)
+    assert len(results) > 1 and len(rows) == STEPS + len(results)
 
 
 def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
@@ -116,8 +118,10 @@ def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
     assert metrics["ratio/mismatch_staleness_0"] == pytest.approx(math.log(2))
     assert metrics["ratio/mismatch_staleness_1"] == 0
     for row, without in zip(rows, bare.given, strict=True):
-        left = {name: one for name, one in row.metrics.items() if not name.startswith("ratio/")}
-        assert without.metrics == left
+        remaining = {
+            name: metric for name, metric in row.metrics.items() if not name.startswith("ratio/")
+        }
+        assert without.metrics == remaining
 
 
 @pytest.mark.parametrize("there", [1, 7, STEPS])
@@ -132,13 +136,13 @@ def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
 
 def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text().partition("## Experiment trackers")[2]
-    told = dict(re.findall(r"^\| `([a-z_/*@]+)` \| (.+) \|$", page, re.M))
+    matches = dict(re.findall(r"^\| `([a-z_/*@]+)` \| (.+) \|$", page, re.M))
     names = {name for row in rows for name in row.metrics}
-    exact = {name for name in told if "*" not in name}  # no task of this run has a name
+    exact = {name for name in matches if "*" not in name}  # no task of this run has a name
     at_once = {"time/early_s", "time/early_share"}
     simulated = {"train/entropy", "train/truncated"}  # its learner has no token metrics
     assert exact - names == at_once | simulated
-    strangers = {n for n in names if not any(fnmatch.fnmatchcase(n, one) for one in told)}
+    strangers = {n for n in names if not any(fnmatch.fnmatchcase(n, match) for match in matches)}
     assert strangers == set()
 
 

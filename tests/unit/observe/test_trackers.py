@@ -88,7 +88,7 @@ def test_the_configuration_is_a_text_once(board: TensorBoardHarness) -> None:
     read.Reload()
     (text,) = read.Tensors(f"{CONFIG}/text_summary")
     assert b'"name": "demo"' in text.tensor_proto.string_val[0]
-    assert [one.step for one in read.Scalars("train/loss")] == [0, 1]
+    assert [Scalar.step for Scalar in read.Scalars("train/loss")] == [0, 1]
 
 
 def test_what_a_tracker_lacks_is_named_with_how_to_get_it(
@@ -106,13 +106,13 @@ def test_what_a_tracker_lacks_is_named_with_how_to_get_it(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "mode", "resume"),
+    ("expected", "mode", "resume"),
     [("", "offline", None), ("online", "online", "allow"), ("disabled", "disabled", None)],
 )
 def test_wandb_is_offline_unless_the_user_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str, resume: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str, mode: str, resume: str | None
 ) -> None:
-    harness = FakeWandbHarness(tmp_path, monkeypatch, mode=wanted)
+    harness = FakeWandbHarness(tmp_path, monkeypatch, mode=expected)
     tracker = harness.open()
     tracker.begin(RUN)
     tracker.step(0, FIGURES, at_ns=RUN.started_ns)

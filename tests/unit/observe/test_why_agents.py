@@ -12,8 +12,8 @@ from tests.support.stats_stage import Stage
 
 
 def worker_in(stage: Stage) -> RoleAnswer:
-    (found,) = [one for one in roles_of(stage.stats, stage.now_ns) if one.role == "w0"]
-    return found
+    (role,) = [role for role in roles_of(stage.stats, stage.now_ns) if role.role == "w0"]
+    return role
 
 
 def test_a_worker_names_its_agents_and_the_age_of_the_oldest_call() -> None:
@@ -32,7 +32,7 @@ def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> Non
     stage = Stage()
     incarnation = stage.worker()
     since_ns = stage.now_ns - 12 * SECOND_NS
-    place = FailingServer(
+    server = FailingServer(
         task="games",
         url="tcp://games-1:7000",
         failures=3,
@@ -41,11 +41,14 @@ def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> Non
         reason="the connection ended",
     )
     wait = Wait(name="reward", description="rewards (2)", since_ns=since_ns, blocking=True)
-    stage.status("w0", incarnation, failing=(place,), waits=(wait,))
-    found = worker_in(stage)
+    stage.status("w0", incarnation, failing=(server,), waits=(wait,))
+    worker = worker_in(stage)
     line = "task games: tcp://games-1:7000 in back-off, 3 failures in a row in 12.0 s: "
-    assert found.failing == found.chain == (f"{line}the connection ended",)
-    assert (found.line, found.advice) == ("w0: waiting for rewards (2) (12.0 s)", ADVICE["reward"])
+    assert worker.failing == worker.chain == (f"{line}the connection ended",)
+    assert (worker.line, worker.advice) == (
+        "w0: waiting for rewards (2) (12.0 s)",
+        ADVICE["reward"],
+    )
 
 
 def test_a_session_names_the_calls_that_wait() -> None:
@@ -64,8 +67,8 @@ def test_a_session_names_the_calls_that_wait() -> None:
         blocking=True,
         blockers=(Blocker("trajectory", name),),
     )
-    said: dict[str, Any] = {"calls_open": 2, "calls_oldest": calls, "calls_before": (-1, 12)}
-    stage.status("w0", incarnation, waits=(wait,), **said)
+    texts: dict[str, Any] = {"calls_open": 2, "calls_oldest": calls, "calls_before": (-1, 12)}
+    stage.status("w0", incarnation, waits=(wait,), **texts)
     (line,) = worker_in(stage).chain
     assert line.startswith(f"{name}: on w0 for ")
     assert line.endswith("; call 4 waiting for slots, 2.0 s, 12 before it")

@@ -22,10 +22,10 @@ def test_looks_at_a_run_name_the_part_that_is_waited_for_or_computed(tmp_path: P
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         state = cluster.roles["orchestrator"].machine.state
         cluster.until(lambda: len(state.parts) == 2)
-        found = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
-        trainer = found.roles[0]
+        answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
+        trainer = answer.roles[0]
         assert "taken in 2 parts" in trainer.text or "working: part " in trainer.text
-        assert found.alarms == ()
+        assert answer.alarms == ()
         stats = stats_of(cluster.bus, cluster.topics)
         lines = [line.text for line in frame(stats, cluster.clock.wall_ns()).numbers.lines]
         assert any(line.endswith("taken in 2 parts") for line in lines), lines
@@ -45,19 +45,19 @@ def test_a_part_that_is_taken_ends_the_wait_before_it_so_that_alarms_are_of_stan
         for name in cluster.workers:
             cluster.roles[name].frozen = True
         cluster.ticks(HEARTBEATS * int(config.timing.heartbeat_s * 1e9) // TICK_NS)
-        rounds = [one.round for one in read_rounds(cluster.bus, cluster.topics)]
-        said = [
-            one
-            for one in read_statuses(cluster.bus, cluster.topics)
-            if isinstance(one, OrchestratorStatus)
+        rounds = [entry.round for entry in read_rounds(cluster.bus, cluster.topics)]
+        statuses = [
+            status
+            for status in read_statuses(cluster.bus, cluster.topics)
+            if isinstance(status, OrchestratorStatus)
         ]
     parts = [
-        (round_.now_ns, one.part)
+        (round_.now_ns, decision.part)
         for round_ in rounds
-        for one in round_.decisions
-        if isinstance(one, TakePart)
+        for decision in round_.decisions
+        if isinstance(decision, TakePart)
     ]
-    (wait,) = said[-1].waits
+    (wait,) = statuses[-1].waits
     assert wait.name == "groups"
     assert wait.description.endswith(f"for part {parts[-1][1] + 1}")
     assert wait.since_ns == parts[-1][0]

@@ -42,17 +42,24 @@ def status(at_s: float, incarnation: int, since_s: float, name: str) -> TrainerS
 def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
     heard: Sequence[tuple[float, float, str]], told: Sequence[float], more_s: float
 ) -> None:
-    found = [
+    results = [
         status(at_s, number % 2, min(at_s, since_s), name)
         for number, (at_s, since_s, name) in enumerate(sorted(heard))
     ]
-    known = {("sampling", f"groups of version {at}"): value for at, value in enumerate(told)}
+    known_before = {
+        ("sampling", f"groups of version {index}"): value for index, value in enumerate(told)
+    }
     role = role_waits(
-        "trainer", found, SECOND_NS, batch_waits=known, known_s=sum(told) + more_s, skip="batch"
+        "trainer",
+        results,
+        SECOND_NS,
+        batch_waits=known_before,
+        known_s=sum(told) + more_s,
+        skip="batch",
     )
-    (_, whole_s, whole, _, _), *rows = role.rows()
-    assert whole <= 1 + 1e-9
-    assert sum(share for _, _, share, _, _ in rows) == pytest.approx(whole)
+    (_, whole_s, full, _, _), *rows = role.rows()
+    assert full <= 1 + 1e-9
+    assert sum(share for _, _, share, _, _ in rows) == pytest.approx(full)
     assert sum(seconds for _, seconds, *_ in rows) == pytest.approx(whole_s)
 
 
@@ -110,8 +117,8 @@ def test_a_trajectory_failed_if_its_last_attempt_did(
     for attempt in (1, 2):
         stage.place(spec, incarnation, attempt=attempt)
         if attempt == 2 and again:
-            said = {0: {"error": "KeyError: 'x'"}} if None in again else {}
-            stage.logged(spec, incarnation, again, attempt=attempt, said=said)
+            text = {0: {"error": "KeyError: 'x'"}} if None in again else {}
+            stage.logged(spec, incarnation, again, attempt=attempt, text=text)
             continue
         for sample in range(2):
             stage.fact(

@@ -51,28 +51,32 @@ def sleeps(stage: Stage) -> list[AnyDecision]:
     return stage.plan()
 
 
-def assigned(found: list[AnyDecision], worker: str) -> list[int]:
-    return [one.version for one in found if isinstance(one, Assign) and one.worker == worker]
+def assigned(decisions: list[AnyDecision], worker: str) -> list[int]:
+    return [
+        decision.version
+        for decision in decisions
+        if isinstance(decision, Assign) and decision.worker == worker
+    ]
 
 
 def test_a_batch_that_stands_ready_sends_the_colocated_worker_to_sleep_and_waits_for_it() -> None:
     stage = beside()
     assert assigned(finish_on(stage, "a", 3), "e") == []
-    found = finish_on(stage, "a", 1)
-    assert assigned(found, "e") == [NO_VERSION]
+    finish = finish_on(stage, "a", 1)
+    assert assigned(finish, "e") == [NO_VERSION]
     assert "step 0 begins, and e shares its GPUs with the trainer" in next(
-        one.reason for one in found if isinstance(one, Assign)
+        decision.reason for decision in finish if isinstance(decision, Assign)
     )
-    moves = [one for one in found if isinstance(one, Migrate)]
-    assert [one.trajectory for one in moves] == stage.running("e")
-    assert {(one.to, one.to_incarnation) for one in moves} == {("", -1)}
-    assert not any(isinstance(one, TakeBatch) for one in found)
-    (wait,) = (one for one in waits(stage.state) if one.name == "colocated")
+    moves = [decision for decision in finish if isinstance(decision, Migrate)]
+    assert [move.trajectory for move in moves] == stage.running("e")
+    assert {(move.to, move.to_incarnation) for move in moves} == {("", -1)}
+    assert not any(isinstance(decision, TakeBatch) for decision in finish)
+    (wait,) = (wait for wait in waits(stage.state) if wait.name == "colocated")
     assert wait.words == "colocated workers to sleep, so that step 0 begins: e"
     assert stage.plan() == []
-    found = sleeps(stage)
-    assert any(isinstance(one, TakeBatch) for one in found)
-    assert assigned(found, "e") == []
+    finish = sleeps(stage)
+    assert any(isinstance(decision, TakeBatch) for decision in finish)
+    assert assigned(finish, "e") == []
 
 
 def test_what_it_let_go_of_goes_on_elsewhere_from_where_it_had_come() -> None:
@@ -81,8 +85,8 @@ def test_what_it_let_go_of_goes_on_elsewhere_from_where_it_had_come() -> None:
     name = stage.running("e")[0]
     resume, kv = Resume(tokens=40, partition=0, offset=3), Blob(sha256="e" * 64, bytes=100)
     stage.tell(records.released(stage.placed[name], resume, kv))
-    (place,) = (one for one in placed_by(stage.plan()) if one.trajectory == name)
-    assert (place.worker, place.attempt, place.resume, place.kv) == ("a", 2, resume, kv)
+    (request,) = (request for request in placed_by(stage.plan()) if request.trajectory == name)
+    assert (request.worker, request.attempt, request.resume, request.kv) == ("a", 2, resume, kv)
     assert stage.state.requests[name].moves == 0
 
 
@@ -109,19 +113,19 @@ def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
 
 def test_what_cannot_move_is_finished_and_waited_for() -> None:
     stage = beside(moves=False)
-    found = finish_on(stage, "a", 4)
-    assert assigned(found, "e") == [NO_VERSION]
-    assert not any(isinstance(one, Migrate) for one in found)
-    assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "e", 3))
+    finish = finish_on(stage, "a", 4)
+    assert assigned(finish, "e") == [NO_VERSION]
+    assert not any(isinstance(decision, Migrate) for decision in finish)
+    assert not any(isinstance(decision, TakeBatch) for decision in finish_on(stage, "e", 3))
     finish_on(stage, "e", 1)
-    assert any(isinstance(one, TakeBatch) for one in sleeps(stage))
+    assert any(isinstance(sleep, TakeBatch) for sleep in sleeps(stage))
 
 
 def test_a_lost_colocated_worker_is_not_waited_for() -> None:
     stage = beside()
     finish_on(stage, "a", 4)
     stage.lose("e")
-    assert any(isinstance(one, TakeBatch) for one in stage.plan())
+    assert any(isinstance(decision, TakeBatch) for decision in stage.plan())
 
 
 def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:

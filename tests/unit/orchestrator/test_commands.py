@@ -54,7 +54,7 @@ def test_set_is_in_force_from_the_next_step_and_stands_in_the_batch() -> None:
     assert stage.batch.settings["trainer.learning_rate"] == 0.5
     assert stage.batch.settings["objective.kl_coef"] == 0.25
     used = {"objective.kind", *(f"objective.{name}" for name in BUILT_IN["grpo"].keys)}
-    expected = used | {one for one in LOGGED if one.startswith("trainer.")}
+    expected = used | {entry for entry in LOGGED if entry.startswith("trainer.")}
     assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config, 0))
 
 
@@ -86,8 +86,8 @@ def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
     stage.tell(records.command("set", run__steps=1))
     assert "step 2 comes next" in stage.state.counters.rejection
     stage.tell(records.command("set", run__steps=2))
-    ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert {one.outcome for one in ends} == {"cancelled"}
+    ends = [decision for decision in stage.settle() if isinstance(decision, End)]
+    assert {end.outcome for end in ends} == {"cancelled"}
     stage.commit()
     assert isinstance(stage.settle()[-1], StopRun)
 
@@ -112,7 +112,7 @@ def test_drain_lets_a_worker_finish_and_gives_it_nothing_more() -> None:
     held = stage.running("w0")
     assert held
     stage.tell(records.command("drain", worker="w0"))
-    (drain,) = [one for one in stage.plan() if isinstance(one, Drain)]
+    (drain,) = [decision for decision in stage.plan() if isinstance(decision, Drain)]
     assert drain.worker == "w0"
     assert stage.running("w0") == held
     for name in held:
@@ -122,7 +122,7 @@ def test_drain_lets_a_worker_finish_and_gives_it_nothing_more() -> None:
     stage.tell(records.left("w0", drain.incarnation))
     assert list(stage.state.workers) == ["w1"]
     stage.tell(records.command("drain"))
-    assert [one.worker for one in stage.plan() if isinstance(one, Drain)] == ["w1"]
+    assert [decision.worker for decision in stage.plan() if isinstance(decision, Drain)] == ["w1"]
 
 
 def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> None:
@@ -136,8 +136,8 @@ def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> N
     stage.settle()
     assert len(stage.state.groups) == 5
     stage.tell(records.command("stop"))
-    ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert [(one.group, one.outcome) for one in ends] == [("g0000000004", "cancelled")]
+    ends = [decision for decision in stage.settle() if isinstance(decision, End)]
+    assert [(end.group, end.outcome) for end in ends] == [("g0000000004", "cancelled")]
     assert "stop" in ends[0].reason
     stage.complete()
     assert stage.state.version == 2
@@ -152,7 +152,7 @@ def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
     assert stage.state.groups
     stage.tell(records.command("stop", now=True))
     stage.settle()
-    assert {one.phase for one in stage.state.groups.values()} == {"taken"}
+    assert {group.phase for group in stage.state.groups.values()} == {"taken"}
     stage.commit()
     assert isinstance(stage.settle()[-1], StopRun)
     assert stage.state.version == 1

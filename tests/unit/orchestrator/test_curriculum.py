@@ -55,7 +55,7 @@ def play(stage: Stage, reward_of: Callable[[int], float], steps: int = 1) -> lis
             stage.settle()
         stage.commit()
         stage.settle()
-    return [one for one in stage.decided[before:] if isinstance(one, Dispatch)]
+    return [decision for decision in stage.decided[before:] if isinstance(decision, Dispatch)]
 
 
 def even(index: int) -> float:
@@ -64,17 +64,21 @@ def even(index: int) -> float:
 
 def test_solved_rows_are_skipped_in_their_turn_and_named() -> None:
     stage = stage_of(task__max_solve_rate=1.0)
-    found = play(stage, even, steps=14)
-    late = found[-8:]
-    assert all(one.spec.index % 2 for one in late) and any(one.skipped for one in late)
-    assert all(row % 2 == 0 for one in found for row in one.skipped)
-    order = [row for one in dispatched(stage) for row in (*one.skipped, one.spec.index)]
-    assert order == [prompt_index(7, place, ROWS)[1] for place in range(len(order))]
-    assert stage.state.curricula["train"].passed == sum(len(one.skipped) for one in found)
+    result = play(stage, even, steps=14)
+    late = result[-8:]
+    assert all(decision.spec.index % 2 for decision in late) and any(
+        decision.skipped for decision in late
+    )
+    assert all(row % 2 == 0 for entry in result for row in entry.skipped)
+    order = [
+        row for decision in dispatched(stage) for row in (*decision.skipped, decision.spec.index)
+    ]
+    assert order == [prompt_index(7, index, ROWS)[1] for index in range(len(order))]
+    assert stage.state.curricula["train"].passed == sum(len(entry.skipped) for entry in result)
 
 
 def dispatched(stage: Stage) -> list[Dispatch]:
-    return [one for one in stage.decided if isinstance(one, Dispatch)]
+    return [decision for decision in stage.decided if isinstance(decision, Dispatch)]
 
 
 def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so(
@@ -84,15 +88,20 @@ def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so(
         monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 2)
     stage = stage_of(task__max_solve_rate=0.5)
     late = play(stage, lambda index: 1.0, steps=16)[-10:]
-    assert all(not one.skipped and one.reason.endswith("solved, like all others") for one in late)
-    assert {one.spec.index for one in late} == set(range(ROWS))
+    assert all(
+        not decision.skipped and decision.reason.endswith("solved, like all others")
+        for decision in late
+    )
+    assert {decision.spec.index for decision in late} == set(range(ROWS))
 
 
 def test_what_groups_have_come_to_counts_from_the_next_version_on() -> None:
     stage = stage_of(task__max_solve_rate=1.0, rollout__prompts_per_step=1)
     index = stage.state.groups["g0000000000"].spec.index
     stage.finish_group("g0000000000")
-    assert [(one.index, one.reward) for one in stage.state.curricula["train"].held] == [(index, 1)]
+    assert [(outcome.index, outcome.reward) for outcome in stage.state.curricula["train"].held] == [
+        (index, 1)
+    ]
     assert not stage.state.rows
     stage.settle()
     stage.commit()
@@ -102,9 +111,15 @@ def test_what_groups_have_come_to_counts_from_the_next_version_on() -> None:
 
 def test_rows_are_drawn_by_the_weights_of_a_users_function() -> None:
     stage = stage_of(lambda rows, version: [float(index == version % 3) for index in range(ROWS)])
-    found = [*dispatched(stage), *play(stage, even, steps=6)]
-    assert {(one.spec.index, one.spec.version % 3) for one in found} == {(0, 0), (1, 1), (2, 2)}
-    assert [one.spec.data_epoch for one in found] == [place // ROWS for place in range(len(found))]
+    results = [*dispatched(stage), *play(stage, even, steps=6)]
+    assert {(result.spec.index, result.spec.version % 3) for result in results} == {
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    }
+    assert [result.spec.data_epoch for result in results] == [
+        index // ROWS for index in range(len(results))
+    ]
 
 
 def wrong(rows: Sequence[RowStats], version: int) -> list[float]:
@@ -128,10 +143,10 @@ def test_weights_that_are_none_are_said_in_one_line_with_a_hint(weigh: Weigh, wh
     stage = Stage(task__sampler=SAMPLER)
     stage.samplers = samplers_of(weigh)
     stage.begin(rows=20).join("w0", slots=8)
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as raised:
         stage.settle()
-    assert why in said.value.message and "`mine:weights`" in said.value.message
-    assert said.value.hint is not None and "--resume" in said.value.hint
+    assert why in raised.value.message and "`mine:weights`" in raised.value.message
+    assert raised.value.hint is not None and "--resume" in raised.value.hint
 
 
 def test_a_decision_that_skips_other_rows_or_takes_none_of_the_data_is_illegal() -> None:

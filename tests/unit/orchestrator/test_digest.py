@@ -28,6 +28,6 @@ def test_digest_follows_the_formula_and_equals_the_recorded_one() -> None:
     buckets: list[list[bytes]] = [[] for _ in range(4096)]
     for leaf in leaves:
         buckets[crc32(json.loads(leaf)[1].encode()) % 4096].append(sha256(leaf).digest())
-    whole = sha256(canonical(rest_of(state))).digest()
-    whole += b"".join(sha256(b"".join(sorted(bucket))).digest() for bucket in buckets)
-    assert sha256(whole).hexdigest() == state.digest() == digest_of(state) == RECORDED
+    digest = sha256(canonical(rest_of(state))).digest()
+    digest += b"".join(sha256(b"".join(sorted(bucket))).digest() for bucket in buckets)
+    assert sha256(digest).hexdigest() == state.digest() == digest_of(state) == RECORDED

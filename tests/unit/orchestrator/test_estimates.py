@@ -10,10 +10,10 @@ SECOND = 1_000_000_000
 
 
 def seen(*lives_s: float) -> Estimates:
-    found = Estimates()
-    for one in lives_s:
-        found.lived(int(one * SECOND))
-    return found
+    estimates = Estimates()
+    for entry in lives_s:
+        estimates.lived(int(entry * SECOND))
+    return estimates
 
 
 def test_without_history_a_request_is_expected_to_live_as_long_again() -> None:
@@ -27,11 +27,11 @@ def test_long_tail_makes_old_requests_live_longer_than_young_ones() -> None:
 
 
 def test_cost_of_a_move_follows_what_moves_took_but_is_never_nothing() -> None:
-    found = Estimates()
-    assert found.stall_ns == STALL_NS
+    estimates = Estimates()
+    assert estimates.stall_ns == STALL_NS
     for _ in range(100):
-        found.released(2 * SECOND)
-    assert found.stall_ns == pytest.approx(4 * SECOND, rel=0.01)
+        estimates.released(2 * SECOND)
+    assert estimates.stall_ns == pytest.approx(4 * SECOND, rel=0.01)
     for _ in range(200):
-        found.released(0)
-    assert found.stall_ns == pytest.approx(STALL_MIN_NS, rel=0.01)
+        estimates.released(0)
+    assert estimates.stall_ns == pytest.approx(STALL_MIN_NS, rel=0.01)

@@ -53,7 +53,7 @@ class Recorder(Stage):
         close_round(self.state, round_)
         if is_digest_due(self.state, round_.ordinal):
             round_ = msgspec.structs.replace(round_, state_digest=self.state.digest())
-        folded = b"".join(fold_bytes(*one) for one in self.unfolded)
+        folded = b"".join(fold_bytes(*entry) for entry in self.unfolded)
         self.state.chain = chain_of(self.state.chain, folded, round_)
         self.log.append((msgspec.structs.replace(round_, chain=self.state.chain), self.unfolded))
         self.unfolded = []
@@ -90,28 +90,28 @@ def test_every_sixty_fourth_round_carries_the_digest_of_the_state() -> None:
     stage = Recorder()
     for _ in range(130):
         stage.plan()
-    assert [one.ordinal for one, _ in stage.log if one.state_digest] == [63, 127]
+    assert [entry.ordinal for entry, _ in stage.log if entry.state_digest] == [63, 127]
     missing = msgspec.structs.replace(stage.log[63][0], state_digest=None)
     stage.log[63] = (missing, [])
     with pytest.raises(InvariantBroken, match="round 63: the digest of its state is missing"):
         fold(stage.log)
 
 
-def _damaged(at: int, change: dict[str, Any]) -> Callable[[Logged], None]:
+def _damaged(position: int, change: dict[str, Any]) -> Callable[[Logged], None]:
     def damage(log: Logged) -> None:
-        round_, control = log[at]
-        log[at] = (msgspec.structs.replace(round_, **change), control)
+        round_, control = log[position]
+        log[position] = (msgspec.structs.replace(round_, **change), control)
 
     return damage
 
 
 def _record_changed(log: Logged) -> None:
-    for place, (round_, control) in enumerate(log):
+    for index, (round_, control) in enumerate(log):
         for number, (offset, value) in enumerate(control):
             if b'"reward":1.0' in value:
                 control = [*control]
                 control[number] = (offset, value.replace(b'"reward":1.0', b'"reward":2.0'))
-                log[place] = (round_, control)
+                log[index] = (round_, control)
                 return
 
 
@@ -170,10 +170,10 @@ def test_changed_log_is_named_with_its_round(damage: Callable[[Logged], None], w
 
 
 def _first(log: Logged, kind: type[Any]) -> tuple[int, int, Any]:
-    for place, (round_, _) in enumerate(log):
+    for index, (round_, _) in enumerate(log):
         for number, decision in enumerate(round_.decisions):
             if isinstance(decision, kind):
-                return place, number, decision
+                return index, number, decision
     raise AssertionError(kind)
 
 
@@ -192,16 +192,16 @@ def test_forged_decision_is_named_although_the_chain_was_forged_with_it(
     kind: type[Any], change: dict[str, Any], why: str
 ) -> None:
     log = list(whole_run().log)
-    place, number, decision = _first(log, kind)
+    request, number, decision = _first(log, kind)
     if kind is Dispatch:
         spec = msgspec.structs.replace(decision.spec, **change)
         forged = msgspec.structs.replace(decision, spec=spec)
     else:
         forged = msgspec.structs.replace(decision, **change)
-    round_, control = log[place]
+    round_, control = log[request]
     decisions = list(round_.decisions)
     decisions[number] = forged
-    log[place] = (msgspec.structs.replace(round_, decisions=tuple(decisions)), control)
+    log[request] = (msgspec.structs.replace(round_, decisions=tuple(decisions)), control)
     with pytest.raises(InvariantBroken) as caught:
         fold(log)
     assert caught.value.message.startswith(f"round {round_.ordinal}: ")

@@ -36,7 +36,7 @@ def busy() -> Stage:
 
 
 def every_kind(stage: Stage) -> list[AnyControl]:
-    place = next(iter(stage.placed.values()))
+    request = next(iter(stage.placed.values()))
     assert stage.batch is not None
     adopted = WeightsAdopted(
         at_ns=0, step=0, incarnation=9, digest_committed="a", digest_replayed="b", reason="test"
@@ -47,10 +47,10 @@ def every_kind(stage: Stage) -> list[AnyControl]:
         records.joined("", slots=4),
         records.ready("w0", 9_999, 0),
         records.left("w0", 9_999),
-        as_record(msgspec.structs.replace(records.logged(place), incarnation=9_999)),
-        records.released(msgspec.structs.replace(place, incarnation=9_999)),
-        msgspec.structs.replace(records.failed(place), worker="nobody"),
-        GroupScored(at_ns=0, worker="w0", incarnation=9_999, group=place.spec.group, attempt=1),
+        as_record(msgspec.structs.replace(records.logged(request), incarnation=9_999)),
+        records.released(msgspec.structs.replace(request, incarnation=9_999)),
+        msgspec.structs.replace(records.failed(request), worker="nobody"),
+        GroupScored(at_ns=0, worker="w0", incarnation=9_999, group=request.spec.group, attempt=1),
         records.committed(7, stage.batch.groups),
         records.refused(7, ["g0000000000"]),
         records.command("dance"),
@@ -60,15 +60,15 @@ def every_kind(stage: Stage) -> list[AnyControl]:
 
 
 def test_the_list_below_has_every_kind() -> None:
-    kinds = {type(one).__struct_config__.tag for one in every_kind(busy())}
+    kinds = {type(entry).__struct_config__.tag for entry in every_kind(busy())}
     assert kinds == KINDS
 
 
-@pytest.mark.parametrize("place", range(len(KINDS)))
-def test_illegal_record_is_counted_and_changes_nothing(place: int) -> None:
+@pytest.mark.parametrize("request", range(len(KINDS)))
+def test_illegal_record_is_counted_and_changes_nothing(request: int) -> None:
     stage = busy()
     before = stage.copy()
-    record = every_kind(stage)[place]
+    record = every_kind(stage)[request]
     stage.tell(record)
     assert unchanged(before, stage.state), record
     counted = stage.state.counters
@@ -97,9 +97,9 @@ def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothin
 def test_unknown_kinds_and_unreadable_bytes_are_counted() -> None:
     state = State()
     apply_control(state, 0, Unknown(kind="worker-danced", raw=b"{}"))
-    found = read_control(b'{"kind":"worker-ready","worker":7}')
-    assert isinstance(found, SchemaError)
-    apply_control(state, 2, found)
+    control = read_control(b'{"kind":"worker-ready","worker":7}')
+    assert isinstance(control, SchemaError)
+    apply_control(state, 2, control)
     assert isinstance(read_control(b'{"kind":"worker-danced"}'), Unknown)
     assert (state.counters.unknown, state.counters.unreadable) == (1, 1)
     assert unchanged(State(), state)

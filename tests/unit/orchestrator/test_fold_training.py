@@ -74,19 +74,19 @@ def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
 
 def test_training_to_refused_returns_the_innocent_with_their_deadlines() -> None:
     stage = in_training()
-    others = {name for name, one in stage.state.groups.items() if one.phase == "generating"}
+    rest = {name for name, group in stage.state.groups.items() if group.phase == "generating"}
     stage.tell(records.refused(0, ["g0000000001"]))
     state = stage.state
     assert (state.training, state.attempt) == (None, 2)
     assert state.groups["g0000000000"].phase == "finished"
-    assert sum(state.deadlines.values()) == 1 + len(others)
-    ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert [(one.group, one.outcome) for one in ends] == [("g0000000001", "failed")]
+    assert sum(state.deadlines.values()) == 1 + len(rest)
+    ends = [decision for decision in stage.settle() if isinstance(decision, End)]
+    assert [(end.group, end.outcome) for end in ends] == [("g0000000001", "failed")]
     assert "unreadable: test" in ends[0].reason
     stage.finish_all()
     assert stage.batch is not None
     assert (stage.batch.step, stage.batch.attempt) == (0, 2)
-    assert "g0000000000" in {one.group for one in stage.batch.groups}
+    assert "g0000000000" in {group.group for group in stage.batch.groups}
     stage.commit()
     assert (state.version, state.attempt) == (1, 1)
 
@@ -115,11 +115,11 @@ def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:
     stage.tell(records.command("fail-batch", step=3))
     assert stage.state.training is not None
     stage.tell(records.command("fail-batch", step=0))
-    ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert {(one.outcome, one.reason) for one in ends} == {("failed", "non-finite")}
+    ends = [decision for decision in stage.settle() if isinstance(decision, End)]
+    assert {(end.outcome, end.reason) for end in ends} == {("failed", "non-finite")}
     stage.finish_all()
-    taken = [one for one in stage.decided if isinstance(one, TakeBatch)]
-    assert [(one.step, one.attempt) for one in taken] == [(0, 1), (0, 2)]
+    taken = [decision for decision in stage.decided if isinstance(decision, TakeBatch)]
+    assert [(decision.step, decision.attempt) for decision in taken] == [(0, 1), (0, 2)]
     assert not {g.group for g in taken[0].groups} & {g.group for g in taken[1].groups}
 
 

@@ -93,8 +93,8 @@ def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
     stage.worker("w1", slots=2)
     old = stage.placed[FIRST]
     stage.lose("w0")
-    fences = [one for one in stage.settle() if isinstance(one, Fence)]
-    assert [(one.worker, one.incarnation) for one in fences] == [("w0", old.incarnation)]
+    fences = [decision for decision in stage.settle() if isinstance(decision, Fence)]
+    assert [(fence.worker, fence.incarnation) for fence in fences] == [("w0", old.incarnation)]
     assert stage.placed[FIRST].worker == "w1"
     stage.tell(records.logged(old))
     assert stage.state.counters.fenced == 1

@@ -15,18 +15,18 @@ LEASE_S = 5
 def waits_of(bench: Bench) -> list[Wait]:
     status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
     assert isinstance(status, OrchestratorStatus)
-    return [one for one in status.waits if one.name == "held-back"]
+    return [wait for wait in status.waits if wait.name == "held-back"]
 
 
 def test_nobody_is_fenced_while_a_topic_is_held_back_and_everybody_is_judged_afterwards() -> None:
     bench = Bench(timing__lease_s=LEASE_S)
     incarnation = bench.serving()
     bench.wait(LEASE_S - 2)
-    found = bench.turn(HeldBack((METRICS,)))
-    found += bench.wait(10 * LEASE_S)
-    found += bench.turn(HeldBack(()))
-    found += bench.wait(1.5)
-    assert not any(isinstance(one, LeaseExpired) for one in found)
+    result = bench.turn(HeldBack((METRICS,)))
+    result += bench.wait(10 * LEASE_S)
+    result += bench.turn(HeldBack(()))
+    result += bench.wait(1.5)
+    assert not any(isinstance(expired, LeaseExpired) for expired in result)
     assert LeaseExpired(worker="w0", incarnation=incarnation) in bench.wait(1)
 
 
@@ -52,7 +52,7 @@ def test_statuses_may_be_lost_and_rounds_may_not() -> None:
     bench = Bench()
     bench.now_s += 5  # beyond the longest delay of an unchanged status
     outputs = bench.react(bench.fact(b"{}"))
-    lossy = {one.record.topic: one.lossy for one in outputs.publish}
+    lossy = {entry.record.topic: entry.lossy for entry in outputs.publish}
     assert lossy[TOPICS.metrics]
     assert not any(is_lossy for topic, is_lossy in lossy.items() if topic != TOPICS.metrics)
     assert TOPICS.decisions in lossy

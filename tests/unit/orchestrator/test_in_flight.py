@@ -23,16 +23,18 @@ B = 32
 MS = 1_000_000
 
 
-def after(ready: list[int], *, empty: int, most: float = 3.0, at: InFlight | None = None) -> float:
+def after(
+    ready: list[int], *, empty: int, most: float = 3.0, flight: InFlight | None = None
+) -> float:
     """Return the limit after commits with these finished groups, `empty` of 100 slots being
     empty."""
-    found, now_ns = at or InFlight(), 0
+    result, now_ns = flight or InFlight(), 0
     for count in ready:
         for _ in range(2):
-            found = found.at_round(now_ns, empty=empty, slots=100)
+            result = result.at_round(now_ns, empty=empty, slots=100)
             now_ns += 500 * MS
-        found = found.at_commit(count).at_batch(per_step=B, most=most)
-    return found.batches
+        result = result.at_commit(count).at_batch(per_step=B, most=most)
+    return result.batches
 
 
 def test_c_grows_where_the_trainer_lacks_groups_and_slots_are_empty_because_of_it() -> None:
@@ -45,8 +47,8 @@ def test_full_slots_make_no_larger_c_however_long_the_trainer_waits() -> None:
 
 def test_c_shrinks_where_more_stands_ready_than_a_batch_and_a_quarter() -> None:
     large = InFlight(batches=3.0)
-    assert after([B + B // 4 + 1] * STEPS_EACH, empty=0, at=large) == 3.0 - CHANGE
-    assert after([B + B // 4] * STEPS_EACH, empty=0, at=large) == 3.0
+    assert after([B + B // 4 + 1] * STEPS_EACH, empty=0, flight=large) == 3.0 - CHANGE
+    assert after([B + B // 4] * STEPS_EACH, empty=0, flight=large) == 3.0
 
 
 @given(
@@ -54,13 +56,13 @@ def test_c_shrinks_where_more_stands_ready_than_a_batch_and_a_quarter() -> None:
     steps=st.lists(st.tuples(st.integers(0, 3 * B), st.integers(0, 100)), max_size=40),
 )
 def test_c_stays_within_what_the_bound_has_room_for(eta: int, steps: list[tuple[int, int]]) -> None:
-    found, most = InFlight(), eta + 1.0
+    flight, most = InFlight(), eta + 1.0
     for ready, empty in steps:
-        before = found.batches
-        found = found.at_round(found.since_ns + 500 * MS, empty=empty, slots=100)
-        found = found.at_commit(ready).at_batch(per_step=B, most=most)
-        assert START <= found.batches <= max(START, most)
-        assert abs(found.batches - before) <= CHANGE
+        before = flight.batches
+        flight = flight.at_round(flight.since_ns + 500 * MS, empty=empty, slots=100)
+        flight = flight.at_commit(ready).at_batch(per_step=B, most=most)
+        assert START <= flight.batches <= max(START, most)
+        assert abs(flight.batches - before) <= CHANGE
 
 
 def stage_of(**changes: Any) -> Stage:
@@ -77,26 +79,26 @@ def stage_of(**changes: Any) -> Stage:
 
 def starve(stage: Stage, steps: int) -> list[float | None]:
     """Run steps at whose commits nothing has finished; return each batch's limit."""
-    said: list[float | None] = []
+    texts: list[float | None] = []
     for _ in range(steps):
         open_ = sorted(stage.running())
         for name in open_[:4]:
             stage.finish(name)
-        found = stage.settle()
+        result = stage.settle()
         note_slots(stage.state)
         stage.later(1.0)
         note_slots(stage.state)
-        said += [one.in_flight for one in found if isinstance(one, TakeBatch)]
+        texts += [decision.in_flight for decision in result if isinstance(decision, TakeBatch)]
         stage.commit()
         stage.settle()
-    return said
+    return texts
 
 
 def test_starved_run_admits_more_and_every_batch_says_how_much() -> None:
     stage = stage_of()
-    said = [one or 0.0 for one in starve(stage, 14)]
-    assert said[0] == START and said[-1] > START + CHANGE
-    assert {after - before for before, after in pairwise(said)} == {0.0, CHANGE}
+    texts = [entry or 0.0 for entry in starve(stage, 14)]
+    assert texts[0] == START and texts[-1] > START + CHANGE
+    assert {after - before for before, after in pairwise(texts)} == {0.0, CHANGE}
     assert len(stage.state.groups) > 2 * 4, "more than two batches are in flight"
 
 
@@ -115,6 +117,6 @@ def test_batch_with_another_c_is_refused_by_the_fold() -> None:
     for name in sorted(stage.running())[:4]:
         stage.finish(name)
     before = stage.copy()
-    (take,) = [one for one in decide(stage.copy()) if isinstance(one, TakeBatch)]
+    (take,) = [decision for decision in decide(stage.copy()) if isinstance(decision, TakeBatch)]
     with pytest.raises(InvariantBroken, match="unexpected in-flight limit"):
         apply_decision(before, msgspec.structs.replace(take, in_flight=3.0))

@@ -25,14 +25,14 @@ def stage_of(*, eval_rows: int = 4, **changes: Any) -> Stage:
 
 
 def targets(stage: Stage) -> dict[str, int]:
-    return {name: one.target for name, one in sorted(stage.state.workers.items())}
+    return {name: entry.target for name, entry in sorted(stage.state.workers.items())}
 
 
 def step(stage: Stage, group: str) -> list[Assign]:
     stage.finish_group(group)
     stage.settle()
     stage.commit()
-    return [one for one in stage.plan() if isinstance(one, Assign)]
+    return [decision for decision in stage.plan() if isinstance(decision, Assign)]
 
 
 def test_every_worker_is_assigned_the_newest_version_at_once_although_requests_run() -> None:
@@ -41,26 +41,32 @@ def test_every_worker_is_assigned_the_newest_version_at_once_although_requests_r
         stage.worker(name, slots=2)
     busy = set(stage.running())
     assigned = step(stage, "g0000000000")
-    assert [(one.worker, one.version) for one in assigned] == [("w0", 1), ("w1", 1)]
-    left = {name for name in busy if not name.startswith("g0000000000")}
-    assert left <= set(stage.running()), "what runs stays where it is"
-    assert any("requests of" in one.reason and "version 1" in one.reason for one in assigned)
+    assert [(decision.worker, decision.version) for decision in assigned] == [("w0", 1), ("w1", 1)]
+    remaining_busy = {name for name in busy if not name.startswith("g0000000000")}
+    assert remaining_busy <= set(stage.running()), "what runs stays where it is"
+    assert any(
+        "requests of" in decision.reason and "version 1" in decision.reason for decision in assigned
+    )
 
 
 def test_queued_requests_follow_to_the_newest_version_and_keep_stamp_and_deadline() -> None:
     stage = stage_of()
     stage.worker("w0", slots=3)
     before = {name: group.spec for name, group in stage.state.groups.items()}
-    queued = [one.trajectory for one in stage.state.queues[0]]
+    queued = [queue.trajectory for queue in stage.state.queues[0]]
     assert queued
     step(stage, "g0000000000")
     assert 0 not in stage.state.queues
-    waiting = [one.trajectory for queue in stage.state.queues.values() for one in queue]
+    waiting = [entry.trajectory for queue in stage.state.queues.values() for entry in queue]
     assert set(queued) <= {*waiting, *stage.running()}
     stage.settle()
     for name, group in stage.state.groups.items():
         assert group.spec == before.get(name, group.spec)
-    placed = [one for one in stage.decided if isinstance(one, Schedule) and one.spec.version == 0]
+    placed = [
+        decision
+        for decision in stage.decided
+        if isinstance(decision, Schedule) and decision.spec.version == 0
+    ]
     hosts = {stage.placed[name].worker for name in queued}
     assert hosts == {"w0"}
     assert targets(stage) == {"w0": 1}
@@ -73,7 +79,9 @@ def test_request_of_a_lost_worker_goes_on_under_the_newest_version() -> None:
     stage.worker("w1", slots=4)
     step(stage, "g0000000000")
     stage.settle()
-    (name, *_) = [one for one in stage.running("w0") if one < "g0000000003"] or stage.running("w0")
+    (name, *_) = [
+        process for process in stage.running("w0") if process < "g0000000003"
+    ] or stage.running("w0")
     stage.lose("w0")
     stage.settle()
     assert stage.placed[name].worker == "w1"
@@ -89,11 +97,11 @@ def test_worker_with_an_evaluation_keeps_its_version_until_that_has_ended() -> N
     host = stage.placed[evaluation].worker
     (other,) = {"w0", "w1"} - {host}
     assigned = step(stage, "g0000000000")
-    assert [one.worker for one in assigned] == [other]
+    assert [decision.worker for decision in assigned] == [other]
     stage.settle()
     assert targets(stage) == {host: 0, other: 1}
     stage.finish(evaluation)
-    assert [one.worker for one in stage.plan() if isinstance(one, Assign)] == [host]
+    assert [decision.worker for decision in stage.plan() if isinstance(decision, Assign)] == [host]
 
 
 def test_busy_worker_may_not_go_back_to_an_older_version() -> None:

@@ -76,17 +76,17 @@ class Bench:
             waiting=0,
             kv_used_tokens=0,
             tokens_total=0,
-            progress={key.replace("_", "-"): one for key, one in progress.items()},
+            progress={key.replace("_", "-"): entry for key, entry in progress.items()},
         )
         return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(status))
 
     def react(self, *inputs: Any) -> Outputs:
         now_ns = int(self.now_s * 1e9)
         outputs = self.machine.react(inputs, Now(mono_ns=now_ns, wall_ns=WALL_NS + now_ns))
-        for one in outputs.publish:
-            self.published.append(one.record)
-            if one.record.topic == TOPICS.decisions:
-                self.rounds.append(decode_round(one.record.value))
+        for entry in outputs.publish:
+            self.published.append(entry.record)
+            if entry.record.topic == TOPICS.decisions:
+                self.rounds.append(decode_round(entry.record.value))
         return outputs
 
     def turn(self, *inputs: Any) -> list[Any]:
@@ -94,15 +94,15 @@ class Bench:
         count = len(self.rounds)
         self.react(*inputs)
         new = self.rounds[count:]
-        return [one for round_ in new for one in (*round_.observations, *round_.decisions)]
+        return [entry for round_ in new for entry in (*round_.observations, *round_.decisions)]
 
     def wait(self, seconds: float, *inputs: Any, every_s: float = 0.5) -> list[Any]:
         """React every heartbeat with these inputs."""
-        found: list[Any] = []
+        results: list[Any] = []
         for _ in range(int(seconds / every_s)):
             self.now_s += every_s
-            found += self.turn(*inputs)
-        return found
+            results += self.turn(*inputs)
+        return results
 
     def serving(self, name: str = "w0", slots: int = 4) -> int:
         self.turn(self.fact(records.joined(name, slots=slots)))
@@ -111,7 +111,7 @@ class Bench:
         return incarnation
 
     def topic(self, name: str) -> list[Append]:
-        return [one for one in self.published if one.topic == name]
+        return [version for version in self.published if version.topic == name]
 
 
 def test_a_round_is_written_when_control_advances_and_none_when_nothing_happens() -> None:
@@ -122,7 +122,7 @@ def test_a_round_is_written_when_control_advances_and_none_when_nothing_happens(
     bench.react(bench.status("w0", 3))
     assert len(bench.rounds) == 1, "metrics alone make no round"
     bench.react(bench.fact(records.joined("w0")))
-    assert [type(one) for one in bench.rounds[-1].decisions] == [Assign]
+    assert [type(decision) for decision in bench.rounds[-1].decisions] == [Assign]
 
 
 def test_nothing_is_decided_before_the_log_is_read_but_rounds_are_written() -> None:
@@ -131,24 +131,31 @@ def test_nothing_is_decided_before_the_log_is_read_but_rounds_are_written() -> N
     assert bench.rounds[0].decisions == ()
     assert bench.rounds[0].control_next == bench.offset + 1
     bench.react(CaughtUp())
-    assert [type(one) for one in bench.rounds[1].decisions] == [Assign]
+    assert [type(decision) for decision in bench.rounds[1].decisions] == [Assign]
 
 
 def test_rounds_fold_to_the_machines_own_state() -> None:
     bench = Bench(run__steps=1, rollout__prompts_per_step=1)
     bench.serving()
     for _ in range(2):
-        for place in placed_by(bench.rounds[-1].decisions):
-            bench.turn(bench.fact(records.logged(place)))
+        for request in placed_by(bench.rounds[-1].decisions):
+            bench.turn(bench.fact(records.logged(request)))
     training = bench.machine.state.training
     assert training is not None
-    groups = next(one for r in bench.rounds for one in r.decisions if one.reason.endswith("first"))
+    groups = next(
+        decision
+        for r in bench.rounds
+        for decision in r.decisions
+        if decision.reason.endswith("first")
+    )
     bench.turn(bench.fact(records.committed(0, groups.groups)))  # type: ignore[union-attr]
     assert bench.machine.finished
     assert isinstance(bench.rounds[-1].decisions[-1], StopRun)
     state = State()
     for round_ in bench.rounds:
-        below = [one for one in bench.control if state.control_next <= one[0] < round_.control_next]
+        below = [
+            entry for entry in bench.control if state.control_next <= entry[0] < round_.control_next
+        ]
         fold_round(state, round_, below)
     assert state.digest() == bench.machine.state.digest()
     assert bench.rounds[-1].state_digest == state.digest()
@@ -174,29 +181,29 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
     progress = {lost[1].replace("-", "_"): resume}
     bench.turn(bench.status("w0", silent, **progress))
     assert bench.wait(4.5, bench.status("w1", living)) == []
-    found = bench.wait(1, bench.status("w1", living))
-    assert found[:3] == [
+    result = bench.wait(1, bench.status("w1", living))
+    assert result[:3] == [
         LeaseExpired(worker="w0", incarnation=silent),
         Progressed(trajectory=lost[1], resume=resume),
-        Fence(worker="w0", incarnation=silent, reason=found[2].reason),
+        Fence(worker="w0", incarnation=silent, reason=result[2].reason),
     ]
-    placed = {one.trajectory: one for one in placed_by(found)}
+    placed = {request.trajectory: request for request in placed_by(result)}
     assert placed.keys() == set(lost)
     assert (placed[lost[1]].resume, placed[lost[0]].resume) == (resume, None)
-    assert {one.worker for one in placed.values()} == {"w1"}
+    assert {request.worker for request in placed.values()} == {"w1"}
 
 
 @pytest.mark.parametrize("name", ["wörker", "x" * 600, "trainer"])
 def test_worker_with_a_name_that_is_none_is_fenced_as_it_joins_and_hears_why(name: str) -> None:
     bench = Bench()
-    found = bench.turn(bench.fact(records.joined(name)))
+    result = bench.turn(bench.fact(records.joined(name)))
     incarnation = bench.offset
-    lease, fence = found[:2]
+    lease, fence = result[:2]
     assert lease == LeaseExpired(worker=name, incarnation=incarnation)
     assert isinstance(fence, Fence) and (fence.worker, fence.incarnation) == (name, incarnation)
     assert fence.reason.startswith("not a worker's name: ") and len(fence.reason) < 200
     assert name not in bench.machine.state.workers
-    assert not any(isinstance(one, Assign) for one in found)
+    assert not any(isinstance(decision, Assign) for decision in result)
 
 
 def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
@@ -206,7 +213,7 @@ def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
     bench.now_s += 500
     assert bench.turn() == [PlanPeriod()]
     assert bench.wait(1.5) == []
-    assert [type(one) for one in bench.wait(1)][:2] == [LeaseExpired, Fence]
+    assert [type(entry) for entry in bench.wait(1)][:2] == [LeaseExpired, Fence]
 
 
 def test_status_goes_out_without_news_and_says_what_the_run_waits_for() -> None:

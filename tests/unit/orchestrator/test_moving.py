@@ -27,7 +27,7 @@ MANY: dict[str, Any] = {
 
 
 def moves_of(decisions: list[AnyDecision]) -> list[Migrate]:
-    return [one for one in decisions if isinstance(one, Migrate)]
+    return [decision for decision in decisions if isinstance(decision, Migrate)]
 
 
 def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) -> Stage:
@@ -50,25 +50,25 @@ def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) 
 
 def test_emptiest_worker_of_an_old_version_is_emptied_into_the_others() -> None:
     stage = two_half_empty(slots=5)
-    found = moves_of(stage.plan())
-    assert [(one.worker, one.to) for one in found] == [("b", "a"), ("b", "a")]
-    assert [one.trajectory for one in found] == stage.running("b")
-    assert "frees b for version 1" in found[0].reason
-    assert "2 requests of version 0 fit elsewhere" in found[0].reason
+    moves = moves_of(stage.plan())
+    assert [(decision.worker, decision.to) for decision in moves] == [("b", "a"), ("b", "a")]
+    assert [move.trajectory for move in moves] == stage.running("b")
+    assert "frees b for version 1" in moves[0].reason
+    assert "2 requests of version 0 fit elsewhere" in moves[0].reason
 
 
 def test_it_waits_for_the_release_then_goes_on_there_and_the_worker_is_assigned() -> None:
     stage = two_half_empty(slots=5)
-    moving = [one.trajectory for one in moves_of(stage.plan())]
+    moving = [move.trajectory for move in moves_of(stage.plan())]
     resume = Resume(tokens=40, partition=0, offset=3)
     kv = Blob(sha256="e" * 64, bytes=100)
     for name in moving:
         assert stage.state.workers["a"].arriving + len(stage.running("a")) == 5
         stage.tell(records.released(stage.placed[name], resume, kv))
-        (place,) = placed_by(stage.plan())
-        assert (place.trajectory, place.worker, place.attempt) == (name, "a", 2)
-        assert (place.resume, place.kv) == (resume, kv)
-    assigned = [one for one in stage.decided if isinstance(one, Assign)][-1]
+        (request,) = placed_by(stage.plan())
+        assert (request.trajectory, request.worker, request.attempt) == (name, "a", 2)
+        assert (request.resume, request.kv) == (resume, kv)
+    assigned = [decision for decision in stage.decided if isinstance(decision, Assign)][-1]
     assert (assigned.worker, assigned.version) == ("b", 1)
     assert "b has run out of version 0" in assigned.reason
     assert stage.state.counters.moved == 2
@@ -99,11 +99,11 @@ def test_request_that_moves_is_not_moved_again_until_it_has_rested_and_boundedly
 
 def test_source_that_dies_before_it_lets_go_loses_nothing() -> None:
     stage = two_half_empty(slots=5)
-    moving = [one.trajectory for one in moves_of(stage.plan())]
+    moving = [move.trajectory for move in moves_of(stage.plan())]
     stage.lose("b")
     again = placed_by(stage.plan())
-    assert sorted(one.trajectory for one in again) == moving
-    assert {one.worker for one in again} == {"a"}
+    assert sorted(decision.trajectory for decision in again) == moving
+    assert {decision.worker for decision in again} == {"a"}
     assert stage.state.workers["a"].arriving == 0
     assert all(stage.state.requests[name].faults == 1 for name in moving)
 
@@ -114,8 +114,10 @@ def test_request_whose_destination_died_goes_to_any_host_of_its_version() -> Non
     stage.lose("a")
     stage.plan()
     stage.release(first.trajectory)
-    (place,) = [one for one in placed_by(stage.plan()) if one.trajectory == first.trajectory]
-    assert place.worker == "b"
+    (request,) = [
+        request for request in placed_by(stage.plan()) if request.trajectory == first.trajectory
+    ]
+    assert request.worker == "b"
     stage.release(second.trajectory)
     stage.settle()
     assert stage.state.released == {}
@@ -132,10 +134,10 @@ def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
         stage.finish(name)
     had = stage.running("b")
     stage.tell(records.command("drain", worker="b"))
-    found = moves_of(stage.plan())
-    assert [one.trajectory for one in found] == had
-    assert {one.to for one in found} == {"a"}
-    assert "b is drained" in found[0].reason
+    moves = moves_of(stage.plan())
+    assert [move.trajectory for move in moves] == had
+    assert {decision.to for decision in moves} == {"a"}
+    assert "b is drained" in moves[0].reason
     for name in had:
         stage.release(name)
     stage.plan()
@@ -160,9 +162,9 @@ def test_newest_requests_leave_a_worker_whose_cache_is_too_full() -> None:
     stage.settle()
     for number, name in enumerate(stage.running("a")):
         stage.state.requests[name].began_ns = number
-    found = moves_of(pressed(stage, "a", 1000))
-    assert [one.trajectory for one in found] == [stage.running("a")[-1]]
-    assert found[0].to == "b" and "holds 1000 of 1024 tokens" in found[0].reason
+    moves = moves_of(pressed(stage, "a", 1000))
+    assert [move.trajectory for move in moves] == [stage.running("a")[-1]]
+    assert moves[0].to == "b" and "holds 1000 of 1024 tokens" in moves[0].reason
     assert moves_of(pressed(stage, "a", 1010)) == [], "one is on its way"
 
 
@@ -182,13 +184,13 @@ def test_version_without_a_host_gets_a_worker_that_is_emptied_for_it() -> None:
     stage.plan()
     stage.lose("old")
     stage.tell(records.command("resume"))
-    found = moves_of(stage.plan())
-    assert {(one.worker, one.to) for one in found} == {("a", "b")}
-    assert "version 0 has no host" in found[0].reason
-    for one in found:
-        stage.release(one.trajectory)
-    assigned = [one for one in stage.plan() if isinstance(one, Assign)]
-    assert [(one.worker, one.version) for one in assigned] == [("a", 0)]
+    moves = moves_of(stage.plan())
+    assert {(decision.worker, decision.to) for decision in moves} == {("a", "b")}
+    assert "version 0 has no host" in moves[0].reason
+    for move in moves:
+        stage.release(move.trajectory)
+    assigned = [decision for decision in stage.plan() if isinstance(decision, Assign)]
+    assert [(decision.worker, decision.version) for decision in assigned] == [("a", 0)]
 
 
 @pytest.mark.parametrize(
@@ -236,19 +238,19 @@ def test_moves_free_a_worker_for_the_newest_version() -> None:
     stage.commit()
     stage.tell(records.command("set", staleness__async_batches=18.0))
     stage.tell(records.command("resume"))
-    loads = {name: one.load for name, one in stage.state.workers.items()}
+    loads = {name: worker.load for name, worker in stage.state.workers.items()}
     assert loads == {"w0": 3, "w1": 1, "w2": 4} and stage.state.version == 2
     (move,) = moves_of(stage.plan())
     assert (move.worker, move.to) == ("w1", "w0")
     apply_observation(stage.state, PlanPeriod())
     assert stage.plan() == []
     stage.release(move.trajectory)
-    place, assigned = stage.plan()
+    request, assigned = stage.plan()
     assert isinstance(assigned, Assign)
-    assert placed_by([place])[0].worker == "w0"
+    assert placed_by([request])[0].worker == "w0"
     stage.load()
     stage.plan()
-    assert {name: one.load for name, one in stage.state.workers.items()} == {
+    assert {name: worker.load for name, worker in stage.state.workers.items()} == {
         "w0": 4,
         "w1": 4,
         "w2": 4,

@@ -39,8 +39,8 @@ def test_what_needs_no_slot_makes_room_for_others() -> None:
     stage = Stage(**MANY).begin()
     stage.worker("a", slots=4, prefetch=2)
     assert len(stage.running("a")) == 6
-    found = observed(stage, "a", 3)
-    assert len(placed_by(found)) == 3
+    result = observed(stage, "a", 3)
+    assert len(placed_by(result)) == 3
     worker = stage.state.workers["a"]
     assert (len(worker.requests), worker.load, worker.room) == (9, 6, 0)
     assert stage.plan() == []
@@ -85,7 +85,7 @@ def test_room_is_what_slots_and_the_most_leave(
         incarnation=1,
         slots=slots,
         prefetch=prefetch,
-        requests={str(one) for one in range(many)},
+        requests={str(index) for index in range(many)},
         off_engine=min(off, many),
         leaving=min(leaving, many),
         arriving=arriving,
@@ -104,14 +104,14 @@ def test_room_is_what_slots_and_the_most_leave(
 
 def status(bench: Bench, incarnation: int, off_engine: int) -> Record:
     plain = bench.status("w0", incarnation)
-    found = decode_metrics(plain.value)
-    assert isinstance(found, WorkerStatus)
-    found = msgspec.structs.replace(found, off_engine=off_engine)
-    return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(found))
+    metrics = decode_metrics(plain.value)
+    assert isinstance(metrics, WorkerStatus)
+    metrics = msgspec.structs.replace(metrics, off_engine=off_engine)
+    return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(metrics))
 
 
-def seen(found: list[Any]) -> list[int]:
-    return [one.requests for one in found if isinstance(one, OffEngine)]
+def seen(result: list[Any]) -> list[int]:
+    return [engine.requests for engine in result if isinstance(engine, OffEngine)]
 
 
 def test_a_status_is_observed_when_it_says_another_number_and_once() -> None:

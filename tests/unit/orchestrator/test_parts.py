@@ -37,16 +37,16 @@ def finish(stage: Stage, *ordinals: int) -> list[TakePart | TakeBatch]:
     taken: list[TakePart | TakeBatch] = []
     for ordinal in ordinals:
         stage.finish_group(name(ordinal))
-        taken += [one for one in stage.settle() if isinstance(one, TakePart | TakeBatch)]
+        taken += [entry for entry in stage.settle() if isinstance(entry, TakePart | TakeBatch)]
     return taken
 
 
 def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> None:
     stage = running()
     first, second, third, batch = finish(stage, 6, 1, 3, 0)
-    assert [type(one) for one in (first, second, third)] == [TakePart] * 3
+    assert [type(entry) for entry in (first, second, third)] == [TakePart] * 3
     assert isinstance(batch, TakeBatch)
-    assert [one.group for one in batch.groups] == [name(6), name(1), name(3), name(0)]
+    assert [group.group for group in batch.groups] == [name(6), name(1), name(3), name(0)]
     assert batch.parts == (1, 1, 1)
     assert first.settings == batch.settings
     stage.commit()
@@ -59,11 +59,11 @@ def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
     finish(stage, 0, 1, 2, 3)
     stage.commit()
     stage.worker("w1", slots=8)
-    due = [one for one in stage.state.groups.values() if one.spec.deadline == 1]
+    due = [group for group in stage.state.groups.values() if group.spec.deadline == 1]
     assert len(due) == 4
     assert not finish(stage, 8, 9), "all four places of step 1 belong to those due at it"
     (part,) = finish(stage, due[1].spec.ordinal)
-    assert [one.group for one in part.groups] == [due[1].spec.group]
+    assert [group.group for group in part.groups] == [due[1].spec.group]
 
 
 def in_training(**changes: Any) -> tuple[Stage, TakePart]:
@@ -81,23 +81,23 @@ def test_first_part_of_the_next_step_alone_is_taken_while_one_trains() -> None:
     assert part.groups[0].group == name(4)
     assert not finish(stage, 5)
     stage.commit()
-    (second,) = [one for one in stage.settle() if isinstance(one, TakePart)]
+    (second,) = [part for part in stage.settle() if isinstance(part, TakePart)]
     assert (second.step, second.attempt, second.part) == (1, 1, 1)
     *_, batch = finish(stage, 6, 7)
     assert isinstance(batch, TakeBatch)
     assert batch.parts == (1, 1, 1)
-    assert [one.group for one in batch.groups] == [name(4), name(5), name(6), name(7)]
+    assert [group.group for group in batch.groups] == [name(4), name(5), name(6), name(7)]
 
 
 @pytest.mark.parametrize("how", ["refused", "fail-batch", "set"])
 def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
     stage, part = in_training()
-    told: dict[str, AnyControl] = {
+    controls: dict[str, AnyControl] = {
         "refused": records.refused(0, [name(1)]),
         "fail-batch": records.command("fail-batch"),
         "set": records.command("set", trainer__learning_rate=0.5),
     }
-    stage.tell(told[how])
+    stage.tell(controls[how])
     assert stage.state.parts == []
     assert stage.state.deadlines == {1: 7 if how == "refused" else 4}
     assert stage.state.groups[part.groups[0].group].phase == "finished"
@@ -137,7 +137,7 @@ def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: s
 )
 def test_what_parts_cannot_be_with_is_said_by_name(keys: dict[str, Any], why: str) -> None:
     plain = {"rollout__prompts_per_step": 4, "trainer__batch_parts": 2}
-    assert any(why in one.text for one in problems_of(make_config(**{**plain, **keys})))
+    assert any(why in problem.text for problem in problems_of(make_config(**{**plain, **keys})))
 
 
 def test_as_many_updates_as_parts_are_taken_in_parts() -> None:
@@ -146,7 +146,9 @@ def test_as_many_updates_as_parts_are_taken_in_parts() -> None:
         "trainer__batch_parts": 2,
         "trainer__minibatches": 2,
     }
-    assert not [one for one in problems_of(make_config(**plain)) if "trainer" in one.text]
+    assert not [
+        problem for problem in problems_of(make_config(**plain)) if "trainer" in problem.text
+    ]
     stage = running(**plain)
     part, batch = finish(stage, 2, 0, 1, 3)
     assert isinstance(batch, TakeBatch)

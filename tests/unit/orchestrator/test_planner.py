@@ -28,13 +28,13 @@ from tests.support.singly import placed as placed_by
 
 def kinds(decisions: list[AnyDecision]) -> list[str]:
     """Return kinds of decisions, runs of equal kinds as one."""
-    names = [type(one).__name__ for one in decisions]
-    return [name for place, name in enumerate(names) if not place or names[place - 1] != name]
+    names = [type(decision).__name__ for decision in decisions]
+    return [name for index, name in enumerate(names) if not index or names[index - 1] != name]
 
 
 def specs(stage: Stage, purpose: str = "train") -> list[Any]:
-    found = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
-    return [spec for spec in found if spec.purpose == purpose]
+    specs = [decision.spec for decision in stage.decided if isinstance(decision, Dispatch)]
+    return [spec for spec in specs if spec.purpose == purpose]
 
 
 def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
@@ -44,7 +44,7 @@ def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
     assert stage.plan() == [], "a loading worker gets nothing"
     stage.load()
     decisions = stage.plan()
-    assert [type(one) for one in decisions] == [Dispatch, Schedule, Dispatch, Schedule]
+    assert [type(decision) for decision in decisions] == [Dispatch, Schedule, Dispatch, Schedule]
 
 
 def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
@@ -66,7 +66,7 @@ def test_a_group_is_admitted_for_one_free_slot_and_its_samples_queue() -> None:
     assert len(specs(stage)) == 1
     assert len(stage.state.queues[0]) == 3
     stage.finish("g0000000000-000")
-    placed = [one.trajectory for one in placed_by(stage.plan())]
+    placed = [request.trajectory for request in placed_by(stage.plan())]
     assert placed == ["g0000000000-001"], "queued trajectories go before new groups"
     assert len(specs(stage)) == 1
 
@@ -82,7 +82,7 @@ def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
     stage.finish_all()
     assert len(specs(stage)) == 4, "two steps train four groups"
     stage.commit()
-    assert [type(one) for one in stage.settle()] == [StopRun]
+    assert [type(entry) for entry in stage.settle()] == [StopRun]
 
 
 def test_order_inside_a_plan() -> None:
@@ -108,13 +108,16 @@ def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
     stage.finish("g0000000000-002")
     stage.finish("g0000000000-000", reward=None)
     stage.tell(records.failed(stage.placed["g0000000000-001"], retryable=False))
-    (batch,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
+    (batch,) = [decision for decision in stage.plan() if isinstance(decision, TakeBatch)]
     (group,) = batch.groups
     assert (group.group, group.version, group.deadline) == ("g0000000000", 0, 1)
-    listed = [(one.trajectory, one.attempt, one.incarnation) for one in group.trajectories]
+    listed = [
+        (trajectory.trajectory, trajectory.attempt, trajectory.incarnation)
+        for trajectory in group.trajectories
+    ]
     incarnation = stage.state.workers["w0"].incarnation
     assert listed == [("g0000000000-000", 1, incarnation), ("g0000000000-002", 1, incarnation)]
-    assert [one.partition for one in group.trajectories] == [0, 0]
+    assert [trajectory.partition for trajectory in group.trajectories] == [0, 0]
     assert (batch.step, batch.attempt) == (0, 1)
 
 
@@ -127,10 +130,10 @@ def test_batches_are_taken_by_deadline_and_the_trainer_waits_for_what_is_due() -
     stage.commit()
     stage.settle()
     stage.finish("g0000000002-000")
-    assert not [one for one in stage.settle() if isinstance(one, TakeBatch)]
+    assert not [decision for decision in stage.settle() if isinstance(decision, TakeBatch)]
     stage.finish("g0000000001-000")
-    (batch,) = [one for one in stage.settle() if isinstance(one, TakeBatch)]
-    assert [one.group for one in batch.groups] == ["g0000000001"]
+    (batch,) = [decision for decision in stage.settle() if isinstance(decision, TakeBatch)]
+    assert [group.group for group in batch.groups] == ["g0000000001"]
 
 
 def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp() -> None:
@@ -157,7 +160,7 @@ def test_group_without_enough_valid_samples_fails_and_the_running_ones_are_cance
     stage.finish("g0000000000-001", reward=None)
     decisions = stage.plan()
     assert kinds(decisions)[:2] == ["Cancel", "End"]
-    cancelled = [one.trajectory for one in decisions if isinstance(one, Cancel)]
+    cancelled = [decision.trajectory for decision in decisions if isinstance(decision, Cancel)]
     assert cancelled == ["g0000000000-002", "g0000000000-003"]
     late = records.logged(stage.placed["g0000000000-002"])
     stage.tell(late)
@@ -174,9 +177,12 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     ).begin(eval_rows=2)
     stage.join("w0", slots=2)
     assert kinds(stage.plan()) == ["Dispatch", "Assign"]
-    found = specs(stage, "eval")
-    assert [(one.index, one.deadline, one.size) for one in found] == [(0, -1, 1), (1, -1, 1)]
-    assert [one.seed for one in found] == [group_seed(7, "eval", row) for row in (0, 1)]
+    actual_specs = specs(stage, "eval")
+    assert [(spec.index, spec.deadline, spec.size) for spec in actual_specs] == [
+        (0, -1, 1),
+        (1, -1, 1),
+    ]
+    assert [spec.seed for spec in actual_specs] == [group_seed(7, "eval", row) for row in (0, 1)]
     assert stage.state.deadlines == {}, "outside U"
     stage.load()
     stage.plan()
@@ -190,9 +196,9 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     stage.commit()
     assert not stage.state.done
     stage.settle()
-    assert [one.version for one in specs(stage, "eval")] == [0, 0, 2, 2]
-    assert [one.ordinal for one in specs(stage, "eval")] == [0, 1, 2, 3]
-    assert specs(stage, "eval")[2].seed == found[0].seed, "every evaluation draws the same"
+    assert [spec.version for spec in specs(stage, "eval")] == [0, 0, 2, 2]
+    assert [spec.ordinal for spec in specs(stage, "eval")] == [0, 1, 2, 3]
+    assert specs(stage, "eval")[2].seed == actual_specs[0].seed, "every evaluation draws the same"
     stage.finish_all()
     assert stage.state.done
     assert stage.state.counters.outcomes == {"evaluated": 4, "trained": 2}
@@ -208,8 +214,8 @@ def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
     assert planned
     assert stage.state.digest() == before
     other = stage.copy()
-    for one in planned:
-        apply_decision(other, one)
+    for decision in planned:
+        apply_decision(other, decision)
     other.trigger = ""  # The trigger of a plan may differ.
     assert tuple(decide(stage.state)) == planned
     assert other.digest() == stage.state.digest()
@@ -217,8 +223,8 @@ def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
 
 
 def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
-    whole = Stage(rollout__prompts_per_step=20, rollout__group_size=3).begin()
-    whole.worker("w0", slots=100)
+    full = Stage(rollout__prompts_per_step=20, rollout__group_size=3).begin()
+    full.worker("w0", slots=100)
     cut = Stage(rollout__prompts_per_step=20, rollout__group_size=3).begin()
     cut.join("w0", slots=100)
     cut.plan(limit=7)
@@ -228,8 +234,10 @@ def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
         parts.append(part)
     assert all(len(part) <= 7 + 3 for part in parts)
     assert len(parts) > 10
-    assert [*chain(*parts)] == [one for one in whole.decided if not isinstance(one, Assign)]
-    assert cut.state.digest() == whole.state.digest()
+    assert [*chain(*parts)] == [
+        decision for decision in full.decided if not isinstance(decision, Assign)
+    ]
+    assert cut.state.digest() == full.state.digest()
 
 
 @pytest.mark.parametrize("kind", [Dispatch, Schedule, Assign, TakeBatch, End])
@@ -241,7 +249,7 @@ def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
     stage.finish("g0000000001-000")
     stage.finish("g0000000001-001")
     stage.plan()
-    decision = next(one for one in stage.decided if isinstance(one, kind))
+    decision = next(decision for decision in stage.decided if isinstance(decision, kind))
     before = stage.state.digest()
     with pytest.raises(InvariantBroken):
         apply_decision(stage.state, decision)

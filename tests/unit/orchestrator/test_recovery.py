@@ -37,13 +37,13 @@ def finished_world(**chances: Any) -> World:
 
 def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
     world = finished_world(crash=0.05, failure=0.05, invalid=0.05, refusal=0.1)
-    found = recover(world.bus, world.topics)
-    assert found.state.digest() == world.machine.state.digest()
-    assert found.state.chain == world.machine.state.chain
-    assert found.control_next == world.machine.state.control_next
-    assert found.incarnation == 0
+    recovery = recover(world.bus, world.topics)
+    assert recovery.state.digest() == world.machine.state.digest()
+    assert recovery.state.chain == world.machine.state.chain
+    assert recovery.control_next == world.machine.state.control_next
+    assert recovery.incarnation == 0
     rounds = list(read_rounds(world.bus, world.topics))
-    assert [one.round.ordinal for one in rounds] == list(range(found.state.rounds))
+    assert [entry.round.ordinal for entry in rounds] == list(range(recovery.state.rounds))
     assert isinstance(rounds[-1].round.decisions[-1], StopRun)
 
 
@@ -125,9 +125,9 @@ def test_role_starts_the_run_once_and_takes_the_next_incarnation_each_time() -> 
     assert state.facts is not None
     assert not state.done
     again = be_orchestrator(bus)
-    found = control_of(bus)
-    assert [type(one) for one in found] == [RunStarted, RoleStarted, RoleStarted]
-    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    control = control_of(bus)
+    assert [type(entry) for entry in control] == [RunStarted, RoleStarted, RoleStarted]
+    assert [event.incarnation for event in control if isinstance(event, RoleStarted)] == [0, 1]
     assert (again.orchestrator_incarnation, again.round_incarnation) == (1, 1)
 
 

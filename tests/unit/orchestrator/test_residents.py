@@ -33,7 +33,7 @@ def step(stage: Stage, group: str) -> list[Assign]:
     stage.finish_group(group)
     stage.settle()
     stage.commit()
-    return [one for one in stage.plan() if isinstance(one, Assign)]
+    return [decision for decision in stage.plan() if isinstance(decision, Assign)]
 
 
 def test_every_worker_takes_the_newest_version_at_once_and_requests_keep_theirs() -> None:
@@ -42,16 +42,16 @@ def test_every_worker_takes_the_newest_version_at_once_and_requests_keep_theirs(
     stage.worker("w1", slots=3, versions=3)
     busy = [name for name in stage.running() if not name.startswith("g0000000000")]
     assigned = step(stage, "g0000000000")
-    assert [(one.worker, one.version, one.drop) for one in assigned] == [
+    assert [(decision.worker, decision.version, decision.drop) for decision in assigned] == [
         ("w0", 1, ()),
         ("w1", 1, ()),
     ]
-    assert all("keep theirs" in one.reason for one in assigned)
+    assert all("keep theirs" in decision.reason for decision in assigned)
     stage.settle()
     assert held(stage) == [0, 1]
     assert set(busy) <= set(stage.running()), "nothing was moved or handed back"
     assert {stage.placed[name].spec.version for name in stage.running()} == {0, 1}
-    assert not [one for one in stage.decided if isinstance(one, Migrate)]
+    assert not [decision for decision in stage.decided if isinstance(decision, Migrate)]
 
 
 def test_version_without_open_groups_is_dropped_with_the_next_assignment() -> None:
@@ -59,7 +59,7 @@ def test_version_without_open_groups_is_dropped_with_the_next_assignment() -> No
     stage.worker("w0", slots=4, versions=4)
     for number in range(3):
         assigned = step(stage, f"g{number:010d}")
-        assert [one.drop for one in assigned] == [(number,)]
+        assert [decision.drop for decision in assigned] == [(number,)]
         stage.settle()
         assert held(stage) == [number + 1]
 
@@ -78,8 +78,8 @@ def test_worker_without_room_keeps_what_it_needs_and_takes_the_newest_when_that_
     assert stage.state.workers["w0"].target == 1
     assert kept and set(kept) <= set(stage.running())
     stage.finish_group("g0000000002")
-    assigned = [one for one in stage.plan() if isinstance(one, Assign)]
-    assert [(one.version, one.drop) for one in assigned] == [(2, (0,))]
+    assigned = [decision for decision in stage.plan() if isinstance(decision, Assign)]
+    assert [(decision.version, decision.drop) for decision in assigned] == [(2, (0,))]
     stage.settle()
     assert held(stage) == [1, 2]
 
@@ -109,16 +109,16 @@ def test_decisions_that_no_plan_contains_are_refused() -> None:
     before.finish_group("g0000000000")
     before.settle()
     before.commit()
-    (whole,) = assigned
-    needed = msgspec.structs.replace(whole, drop=(0,))
+    (full,) = assigned
+    needed = msgspec.structs.replace(full, drop=(0,))
     with pytest.raises(InvariantBroken, match="has requests of what it is to drop"):
         apply_decision(before.state, needed)
-    absent = msgspec.structs.replace(whole, drop=(7,))
+    absent = msgspec.structs.replace(full, drop=(7,))
     with pytest.raises(InvariantBroken, match="does not have what it is to drop"):
         apply_decision(before.state, absent)
     before.state.residents["w0"].most = 1
     with pytest.raises(InvariantBroken, match="no room"):
-        apply_decision(before.state, whole)
+        apply_decision(before.state, full)
 
 
 def test_worker_that_claims_too_many_versions_is_not_believed() -> None:

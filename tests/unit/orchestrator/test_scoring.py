@@ -24,8 +24,8 @@ def stage_of(*workers: str, **changes: object) -> Stage:
 
 
 def asked(stage: Stage, group: str = G0) -> ScoreGroup:
-    found = (one for one in reversed(stage.decided) if isinstance(one, ScoreGroup))
-    return next(one for one in found if one.spec.group == group)
+    decided = (group for group in reversed(stage.decided) if isinstance(group, ScoreGroup))
+    return next(decision for decision in decided if decision.spec.group == group)
 
 
 def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGroup:
@@ -36,8 +36,8 @@ def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGrou
 
 
 def ended(stage: Stage, group: str = G0) -> End:
-    found = (one for one in stage.decided if isinstance(one, End))
-    return next(one for one in found if one.group == group)
+    decided = (decision for decision in stage.decided if isinstance(decision, End))
+    return next(decision for decision in decided if decision.group == group)
 
 
 def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot() -> None:
@@ -50,7 +50,10 @@ def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot
     question = asked(stage)
     group = stage.state.groups[G0]
     assert (group.phase, question.attempt, question.worker) == ("scoring", 1, "w0")
-    assert [one.trajectory for one in question.trajectories] == [f"{G0}-000", f"{G0}-001"]
+    assert [trajectory.trajectory for trajectory in question.trajectories] == [
+        f"{G0}-000",
+        f"{G0}-001",
+    ]
     assert not [name for name in stage.state.workers["w0"].requests if name.startswith(G0)]
     assert plan(stage.state) == ()
 
@@ -75,8 +78,12 @@ def test_whether_it_is_filtered_is_asked_of_the_scores_not_of_the_records(
     stage = stage_of(rollout__filter_zero_advantage=True)
     stage.tell(records.scored(complete(stage), rewards))
     stage.settle()
-    found = [one.outcome for one in stage.decided if isinstance(one, End) and one.group == G0]
-    assert found == ([outcome] if outcome else [])
+    outcomes = [
+        decision.outcome
+        for decision in stage.decided
+        if isinstance(decision, End) and decision.group == G0
+    ]
+    assert outcomes == ([outcome] if outcome else [])
 
 
 def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_group_fails() -> None:

@@ -10,7 +10,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def targets(stage: Stage) -> dict[str, int]:
-    return {name: one.target for name, one in sorted(stage.state.workers.items())}
+    return {name: entry.target for name, entry in sorted(stage.state.workers.items())}
 
 
 def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
@@ -24,8 +24,8 @@ def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
     assert targets(stage) == {"w0": 0}, "one request of version 0 runs on"
     assert stage.state.workers["w0"].room == 1, "and nothing new is given to it meanwhile"
     stage.finish("g0000000001-000")
-    assigned = [one for one in stage.plan() if isinstance(one, Assign)]
-    assert [(one.worker, one.version, one.digest) for one in assigned] == [
+    assigned = [decision for decision in stage.plan() if isinstance(decision, Assign)]
+    assert [(decision.worker, decision.version, decision.digest) for decision in assigned] == [
         ("w0", 1, records.weights(1))
     ]
 
@@ -40,8 +40,8 @@ def test_orphaned_version_gets_a_free_worker_before_new_work() -> None:
     stage.join("w1", slots=2)
     stage.lose("w0")
     decisions = stage.plan()
-    assigned = [one for one in decisions if isinstance(one, Assign)]
-    assert [(one.worker, one.version) for one in assigned] == [("w1", 0)]
+    assigned = [decision for decision in decisions if isinstance(decision, Assign)]
+    assert [(decision.worker, decision.version) for decision in assigned] == [("w1", 0)]
     assert "no host" in assigned[0].reason
 
 

@@ -38,10 +38,10 @@ def world_of(seed: int = 5) -> World:
 
 def snapshot_at(world: World, folder: Path, rounds: int) -> WriteSnapshot:
     state = State()
-    for at in read_rounds(world.bus, world.topics):
-        fold_round(state, at.round, at.folded())
+    for entry in read_rounds(world.bus, world.topics):
+        fold_round(state, entry.round, entry.folded())
         if state.rounds == rounds:
-            effect = WriteSnapshot(offset=at.offset, digest=state.digest(), body=body_of(state))
+            effect = WriteSnapshot(offset=entry.offset, digest=state.digest(), body=body_of(state))
             write(folder, world.topics.run, effect)
             return effect
     raise AssertionError(f"there are {state.rounds} rounds")
@@ -52,16 +52,21 @@ def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
     tmp_path: Path, share: float
 ) -> None:
     world = world_of(seed=6)
-    whole = recover(world.bus, world.topics)
-    snapshot_at(world, tmp_path, max(1, int(share * whole.state.rounds)))
-    found = recover(world.bus, world.topics, tmp_path)
-    assert found.state.digest() == whole.state.digest()
-    assert found.state.chain == whole.state.chain
-    assert (found.control_next, found.decisions_next, found.incarnation, found.run_started) == (
-        whole.control_next,
-        whole.decisions_next,
-        whole.incarnation,
-        whole.run_started,
+    recovery = recover(world.bus, world.topics)
+    snapshot_at(world, tmp_path, max(1, int(share * recovery.state.rounds)))
+    actual_recovery = recover(world.bus, world.topics, tmp_path)
+    assert actual_recovery.state.digest() == recovery.state.digest()
+    assert actual_recovery.state.chain == recovery.state.chain
+    assert (
+        actual_recovery.control_next,
+        actual_recovery.decisions_next,
+        actual_recovery.incarnation,
+        actual_recovery.run_started,
+    ) == (
+        recovery.control_next,
+        recovery.decisions_next,
+        recovery.incarnation,
+        recovery.run_started,
     )
 
 
@@ -107,8 +112,8 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
     before = file.read_bytes()
     file.write_bytes(damaged(kind)(before))
     assert file.read_bytes() != before
-    found = recover(world.bus, world.topics, tmp_path)
-    assert found.state.digest() == world.machine.state.digest()
+    recovery = recover(world.bus, world.topics, tmp_path)
+    assert recovery.state.digest() == world.machine.state.digest()
     assert f"snapshot {file.name} skipped:" in caplog.text
     assert "folding the whole log" in caplog.text
 
@@ -123,8 +128,8 @@ def test_snapshot_that_says_another_round_of_the_log_is_not_used(
         old.unlink()
     mixed = WriteSnapshot(offset=earlier.offset, digest=later.digest, body=later.body)
     write(tmp_path, world.topics.run, mixed)
-    found = recover(world.bus, world.topics, tmp_path)
-    assert found.state.digest() == world.machine.state.digest()
+    recovery = recover(world.bus, world.topics, tmp_path)
+    assert recovery.state.digest() == world.machine.state.digest()
     assert "differs from the snapshot's round" in caplog.text
 
 

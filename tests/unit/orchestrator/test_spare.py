@@ -33,12 +33,14 @@ def name(sample: int) -> str:
 
 
 def ends(stage: Stage) -> list[EndSamples]:
-    return [one for one in stage.decided if isinstance(one, EndSamples)]
+    return [samples for samples in stage.decided if isinstance(samples, EndSamples)]
 
 
 def taken(stage: Stage) -> list[str]:
     assert stage.batch is not None
-    return [one.trajectory for group in stage.batch.groups for one in group.trajectories]
+    return [
+        trajectory.trajectory for group in stage.batch.groups for trajectory in group.trajectories
+    ]
 
 
 def expire(stage: Stage, group: str = G0) -> None:
@@ -49,7 +51,11 @@ def test_a_group_is_dispatched_with_its_spare_samples_and_an_evaluation_without(
     stage = stage_of(evaluation__prompts=1)
     group, evaluation = stage.state.groups[G0], stage.state.groups["e0000000000"]
     assert (group.spec.size, group.spec.redundancy, group.spec.samples) == (2, 1, 3)
-    assert [one for one in stage.running() if one.startswith(G0)] == [name(0), name(1), name(2)]
+    assert [process for process in stage.running() if process.startswith(G0)] == [
+        name(0),
+        name(1),
+        name(2),
+    ]
     assert (evaluation.spec.size, evaluation.spec.redundancy) == (1, 0)
 
 
@@ -59,14 +65,14 @@ def test_it_is_complete_with_its_first_valid_samples_and_the_rest_is_cancelled()
     assert stage.plan() == []
     stage.finish(name(0))
     decided = stage.plan()
-    kinds = [type(one) for one in decided]
+    kinds = [type(decision) for decision in decided]
     assert kinds[:3] == [Cancel, EndSamples, TakeBatch]
     cancelled, ended = decided[0], decided[1]
     assert isinstance(cancelled, Cancel) and isinstance(ended, EndSamples)
     assert cancelled.trajectory == name(1)
     assert (ended.group, ended.samples, ended.outcome) == (G0, (1,), "redundant")
     assert taken(stage) == [name(0), name(2)]
-    assert not [one for one in stage.state.requests if one.startswith(G0)]
+    assert not [request for request in stage.state.requests if request.startswith(G0)]
     assert not stage.state.redundant
 
 
@@ -99,8 +105,8 @@ def test_those_that_count_are_scored_together() -> None:
     stage.finish(name(2))
     stage.finish(name(1))
     stage.settle()
-    (question,) = [one for one in stage.decided if isinstance(one, ScoreGroup)]
-    assert [one.trajectory for one in question.trajectories] == [name(0), name(2)]
+    (question,) = [group for group in stage.decided if isinstance(group, ScoreGroup)]
+    assert [trajectory.trajectory for trajectory in question.trajectories] == [name(0), name(2)]
     assert question.reason == "2 trajectories count; w0 scores them together"
     stage.tell(records.scored(question, (1.5, 0.5)))
     stage.plan()
@@ -117,7 +123,7 @@ def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
     stage.finish(name(2))
     expire(stage)
     stage.plan()
-    assert [(one.samples, one.outcome) for one in ends(stage)] == [((1,), "expired")]
+    assert [(end.samples, end.outcome) for end in ends(stage)] == [((1,), "expired")]
     assert taken(stage) == [name(0), name(2)]
 
 
@@ -126,12 +132,12 @@ def test_a_group_whose_time_is_over_fails_with_too_few() -> None:
     stage.finish(name(0))
     expire(stage)
     stage.plan()
-    (ended,) = [one for one in stage.decided if isinstance(one, End)]
+    (ended,) = [decision for decision in stage.decided if isinstance(decision, End)]
     assert (ended.outcome, ended.reason) == (
         "failed",
         "1 of 3 trajectories were valid when its time was over",
     )
-    assert [(one.samples, one.outcome) for one in ends(stage)] == [((1, 2, 3), "expired")]
+    assert [(end.samples, end.outcome) for end in ends(stage)] == [((1, 2, 3), "expired")]
     (failed,) = stage.state.failures.failed
     assert "rollout.group_timeout_s" in failed.error
 
@@ -141,7 +147,7 @@ def test_an_evaluation_whose_time_is_over_has_the_figure_of_what_is_there() -> N
     stage.finish("e0000000000-000", reward=0.5)
     expire(stage, "e0000000000")
     stage.plan()
-    (ended,) = [one for one in stage.decided if isinstance(one, End)]
+    (ended,) = [decision for decision in stage.decided if isinstance(decision, End)]
     assert (ended.outcome, ended.reason) == ("evaluated", "mean reward 0.5000 over 1 of 2")
 
 
@@ -171,29 +177,31 @@ def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_an_ou
             order.setdefault(sample, reward)
     accepted: dict[int, float | None] = {}
     closed = False
-    for place, (sample, reward) in enumerate(order.items()):
-        if over_at == place and not closed:
+    for index, (sample, reward) in enumerate(order.items()):
+        if over_at == index and not closed:
             expire(stage)
             closed = True
         stage.finish(name(sample), reward=reward)
         if not closed:
             accepted[sample] = reward
-            valid = sum(one is not None for one in accepted.values())
+            valid = sum(entry is not None for entry in accepted.values())
             invalid = len(accepted) - valid
             failed = size + spare - invalid < least
             closed = valid >= size or failed or len(accepted) == size + spare
     stage.plan()
     group = stage.state.groups.get(G0)
-    ended = {one.group: one for one in stage.decided if isinstance(one, End)}.get(G0)
-    counted = sum(one is not None for one in accepted.values())
+    ended = {
+        decision.group: decision for decision in stage.decided if isinstance(decision, End)
+    }.get(G0)
+    counted = sum(entry is not None for entry in accepted.values())
     if not closed:
         assert group is not None and group.phase == "generating"
     elif counted < least:
         assert ended is not None and ended.outcome == "failed"
     else:
         assert taken(stage) == [name(sample) for sample in sorted(accepted)]
-        left = tuple(one for one in range(size + spare) if one not in accepted)
-        found = [one for one in ends(stage) if one.group == G0]
-        assert [one.samples for one in found] == ([left] if left else [])
+        indices = tuple(index for index in range(size + spare) if index not in accepted)
+        results = [end for end in ends(stage) if end.group == G0]
+        assert [result.samples for result in results] == ([indices] if indices else [])
     if closed:
-        assert not [one for one in stage.state.requests if one.startswith(G0)]
+        assert not [request for request in stage.state.requests if request.startswith(G0)]

@@ -43,14 +43,16 @@ def at(
 
 def keys(*deadlines: int) -> list[Finished]:
     """Return finished groups with these deadlines, in dispatch order."""
-    return sorted(Finished(one, place, f"g{place}") for place, one in enumerate(deadlines))
+    return sorted(
+        Finished(deadline, index, f"g{index}") for index, deadline in enumerate(deadlines)
+    )
 
 
 def literally(deadlines: Mapping[int, int], step: int, per_step: int, first: int = -1) -> bool:
     """Return the definition, literally."""
     last = max([step, *deadlines]) - step
     return all(
-        sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
+        sum(count for entry, count in deadlines.items() if entry <= step + j) <= (j + 1) * per_step
         for j in range(first, last + 1)
     )
 
@@ -65,9 +67,9 @@ def test_feasible_is_its_definition(deadlines: dict[int, int], step: int, per_st
 def test_feasible_is_that_some_order_of_training_keeps_every_deadline(
     groups: list[int], step: int, per_step: int
 ) -> None:
-    deadlines = {one: groups.count(one) for one in groups}
+    deadlines = {group: groups.count(group) for group in groups}
     schedulable = any(
-        all(step + place // per_step <= one for place, one in enumerate(order))
+        all(step + index // per_step <= entry for index, entry in enumerate(order))
         for order in permutations(groups)
     )
     assert feasible(deadlines, step, per_step) == schedulable
@@ -125,14 +127,16 @@ def _may_admit_literally(deadlines: Mapping[int, int], where: Standing) -> bool:
 def test_take_gives_the_earliest_deadlines_and_leaves_the_rest_feasible(
     groups: list[tuple[int, bool]], per_step: int
 ) -> None:
-    deadlines = {one: [d for d, _ in groups].count(one) for one, _ in groups}
+    deadlines = {entry: [d for d, _ in groups].count(entry) for entry, _ in groups}
     if not feasible(deadlines, 0, per_step):
         return
-    finished = sorted(Finished(one, place, "") for place, (one, done) in enumerate(groups) if done)
+    finished = sorted(
+        Finished(entry, index, "") for index, (entry, done) in enumerate(groups) if done
+    )
     batch = next_batch(finished, deadlines, step=0, per_step=per_step)
     behind = dict(deadlines)
-    for one in finished[:per_step]:
-        behind[one.deadline] -= 1
+    for group in finished[:per_step]:
+        behind[group.deadline] -= 1
     allowed = len(finished) >= per_step and literally(behind, 1, per_step)
     assert list(batch) == (finished[:per_step] if allowed else [])
     if len(finished) == len(groups) >= per_step:
@@ -190,20 +194,20 @@ def test_eta_may_change_at_any_time(data: st.DataObject) -> None:
         where = at(
             version=version, training=training, eta=eta, batches=eta + 1.0, per_step=per_step
         )
-        deadlines = {one: [d for d, _ in groups].count(one) for one, _ in groups}
+        deadlines = {entry: [d for d, _ in groups].count(entry) for entry, _ in groups}
         assert feasible(deadlines, where.step, per_step)
-        finished = sorted(Finished(d, place, "") for place, (d, f) in enumerate(groups) if f)
+        finished = sorted(Finished(d, index, "") for index, (d, f) in enumerate(groups) if f)
         batch = next_batch(finished, deadlines, step=where.step, per_step=per_step)
         if may_admit(deadlines, where):
             groups.append((where.deadline, False))
         elif batch and not training:
             assert batch[0].deadline >= version
-            gone = {one.ordinal for one in batch}
-            groups = [one for place, one in enumerate(groups) if place not in gone]
+            ordinals = {entry.ordinal for entry in batch}
+            groups = [group for index, group in enumerate(groups) if index not in ordinals]
             training = True
         elif training:
             version, training = version + 1, False
         else:
             assert any(not done for _, done in groups), "locked up"
-            place = data.draw(st.sampled_from([i for i, (_, f) in enumerate(groups) if not f]))
-            groups[place] = (groups[place][0], True)
+            index = data.draw(st.sampled_from([i for i, (_, f) in enumerate(groups) if not f]))
+            groups[index] = (groups[index][0], True)

@@ -47,7 +47,7 @@ Take = Callable[[Sequence[int], Mapping[int, int], int, int], Sequence[int]]
 def take_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
+    keys = sorted(Finished(deadline, index, "") for index, deadline in enumerate(finished))
     return [key.ordinal for key in next_batch(keys, deadlines, step=step, per_step=per_step)]
 
 
@@ -59,8 +59,8 @@ def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
             return ()
         places = pick(finished, per_step)
         behind = dict(deadlines)
-        for place in places:
-            behind[finished[place]] -= 1
+        for index in places:
+            behind[finished[index]] -= 1
         return places if feasible(behind, step + 1, per_step) else ()
 
     return choose
@@ -82,7 +82,7 @@ Part = Callable[[Sequence[int], Mapping[int, int], Sizes], Sequence[int]]
 def part_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
 ) -> Sequence[int]:
-    keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
+    keys = sorted(Finished(deadline, index, "") for index, deadline in enumerate(finished))
     part = next_part(keys, deadlines, **sizes._asdict())
     return [key.ordinal for key in part]
 
@@ -154,10 +154,10 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
     may = rules.admit(deadlines, rules.standing(bool(training)))
     if may:
         yield "admit", course._replace(unfinished=(*unfinished, rules.eta)), None
-    for place, deadline in enumerate(unfinished):
-        if place and unfinished[place - 1] == deadline:
+    for index, deadline in enumerate(unfinished):
+        if index and unfinished[index - 1] == deadline:
             continue  # Equal deadlines are equivalent.
-        rest = unfinished[:place] + unfinished[place + 1 :]
+        rest = unfinished[:index] + unfinished[index + 1 :]
         yield (
             f"finish {deadline}",
             course._replace(unfinished=rest, finished=(*finished, deadline)),
@@ -176,8 +176,8 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
 
 
 def _taken(course: Course, places: Sequence[int]) -> _Step:
-    batch = tuple(sorted([*course.held, *(course.finished[place] for place in places)]))
-    behind = tuple(one for place, one in enumerate(course.finished) if place not in places)
+    batch = tuple(sorted([*course.held, *(course.finished[index] for index in places)]))
+    behind = tuple(group for index, group in enumerate(course.finished) if index not in places)
     outcome: Literal["broken"] | None = "broken" if batch[0] < 0 else None
     return f"take {batch}", Course(course.unfinished, behind, batch), outcome
 
@@ -185,7 +185,7 @@ def _taken(course: Course, places: Sequence[int]) -> _Step:
 def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequence[int]:
     if not course.held:
         return rules.take(course.finished, deadlines, 0, rules.per_step)
-    keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(course.finished))
+    keys = sorted(Finished(deadline, index, "") for index, deadline in enumerate(course.finished))
     taken = len(course.held)
     rest = next_batch(keys, deadlines, step=0, per_step=rules.per_step, taken=taken)
     return [key.ordinal for key in rest]
@@ -196,8 +196,8 @@ def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterat
     for size in range(1, rules.per_step if not (step and held) else 1):
         places = rules.part(finished, deadlines, Sizes(step, rules.per_step, len(held), size))
         if places:
-            part = tuple(finished[place] for place in places)
-            rest = tuple(one for place, one in enumerate(finished) if place not in places)
+            part = tuple(finished[index] for index in places)
+            rest = tuple(group for index, group in enumerate(finished) if index not in places)
             yield f"part {part}", course._replace(finished=rest, held=held + part), None
     if held:
         yield "give up", course._replace(finished=finished + held, held=()), None
@@ -206,13 +206,13 @@ def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterat
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
     """Commit or refuse the step; then the next step's parts are given up."""
     unfinished, finished, training, held = course
-    less = [tuple(one - 1 for one in those) for those in (unfinished, finished, held)]
+    less = [tuple(entry - 1 for entry in those) for those in (unfinished, finished, held)]
     yield "commit", Course(less[0], less[1], (), less[2]), None
     if rules.refusals:
-        for place in range(len(training)):
-            back = training[:place] + training[place + 1 :] + (() if rules.keeps_parts else held)
+        for index in range(len(training)):
+            back = training[:index] + training[index + 1 :] + (() if rules.keeps_parts else held)
             following = Course(unfinished, finished + back, (), held if rules.keeps_parts else ())
-            yield f"refuse {training[place]}", following, None
+            yield f"refuse {training[index]}", following, None
 
 
 def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int) -> Iterator[_Step]:
@@ -235,10 +235,10 @@ def _normal(rules: Rules, course: Course) -> Course:
 
 
 def _count(deadlines: Sequence[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     for deadline in deadlines:
-        found[deadline] = found.get(deadline, 0) + 1
-    return found
+        results[deadline] = results.get(deadline, 0) + 1
+    return results
 
 
 def _path(came: Mapping[Course, tuple[Course, str] | None], course: Course) -> list[str]:
@@ -271,50 +271,50 @@ def name(rules: Rules) -> str:
     return f"eta{rules.eta}-B{rules.per_step}-{groups}groups"
 
 
-def _verdicts(found: Sequence[Found]) -> dict[str, int]:
+def _verdicts(founds: Sequence[Found]) -> dict[str, int]:
     return {
-        outcome: [one.outcome for one in found].count(outcome)
+        outcome: [entry.outcome for entry in founds].count(outcome)
         for outcome in ("sound", "broken", "locked", "delayed")
     }
 
 
 @pytest.mark.parametrize("rules", QUICK, ids=name)
 def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
-    found = search(rules)
-    assert found.outcome == "sound", found.path
-    assert found.states > 3
+    match = search(rules)
+    assert match.outcome == "sound", match.path
+    assert match.states > 3
 
 
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", LARGE, ids=name)
 def test_no_course_of_a_larger_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
-    found = search(rules)
-    assert found.outcome == "sound", found.path
+    match = search(rules)
+    assert match.outcome == "sound", match.path
 
 
-@pytest.mark.parametrize("rules", [one for one in SMALL if one.eta <= 2], ids=name)
+@pytest.mark.parametrize("rules", [case for case in SMALL if case.eta <= 2], ids=name)
 def test_refused_batches_return_without_breaking_the_bound(rules: Rules) -> None:
-    found = search(replace(rules, refusals=True))
-    assert found.outcome == "sound", found.path
+    match = search(replace(rules, refusals=True))
+    assert match.outcome == "sound", match.path
 
 
-@pytest.mark.parametrize("rules", [one for one in QUICK if one.per_step > 1], ids=name)
+@pytest.mark.parametrize("rules", [case for case in QUICK if case.per_step > 1], ids=name)
 def test_parts_neither_break_the_bound_nor_lock_up(rules: Rules) -> None:
-    found = search(replace(rules, parts=True))
-    assert found.outcome == "sound", found.path
+    match = search(replace(rules, parts=True))
+    assert match.outcome == "sound", match.path
 
 
-@pytest.mark.parametrize("rules", [one for one in SMALL if one.eta <= 2], ids=name)
+@pytest.mark.parametrize("rules", [case for case in SMALL if case.eta <= 2], ids=name)
 def test_part_of_the_step_after_a_batch_that_is_refused_breaks_no_bound(rules: Rules) -> None:
-    found = search(replace(rules, parts=True, refusals=True))
-    assert found.outcome == "sound", found.path
+    match = search(replace(rules, parts=True, refusals=True))
+    assert match.outcome == "sound", match.path
 
 
 def test_part_that_outlives_the_refusal_of_the_step_before_it_is_found() -> None:
-    sought = [one for one in SMALL if one.per_step > 1 and 1 <= one.eta <= 2]
-    rules = [replace(one, parts=True, refusals=True, keeps_parts=True) for one in sought]
-    assert {search(one).outcome for one in rules} > {"sound"}
+    sought = [rules for rules in SMALL if rules.per_step > 1 and 1 <= rules.eta <= 2]
+    rules = [replace(case, parts=True, refusals=True, keeps_parts=True) for case in sought]
+    assert {search(rule).outcome for rule in rules} > {"sound"}
 
 
 def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
@@ -326,9 +326,9 @@ def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
         fits = len(finished) >= sizes.size and sizes.taken + sizes.size < sizes.per_step
         return range(len(finished))[-sizes.size :] if fits else ()
 
-    sought = [one for one in QUICK if one.per_step > 1 and one.eta > 0]
-    found = [search(replace(one, parts=True, part=any_part)) for one in sought]
-    assert {one.outcome for one in found} > {"sound"}
+    sought = [rules for rules in QUICK if rules.per_step > 1 and rules.eta > 0]
+    matches = [search(replace(case, parts=True, part=any_part)) for case in sought]
+    assert {match.outcome for match in matches} > {"sound"}
 
 
 # Planted mistakes, each found with a readable path.
@@ -337,7 +337,7 @@ def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
 def _feasible_from_zero(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
     top = max([step, *deadlines])
     return all(
-        sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
+        sum(count for entry, count in deadlines.items() if entry <= step + j) <= (j + 1) * per_step
         for j in range(top - step + 1)
     )
 
@@ -345,38 +345,38 @@ def _feasible_from_zero(deadlines: Mapping[int, int], step: int, per_step: int) 
 def _take_from_zero(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    places = sorted(range(len(finished)), key=lambda place: finished[place])[:per_step]
+    places = sorted(range(len(finished)), key=lambda index: finished[index])[:per_step]
     behind = dict(deadlines)
-    for place in places:
-        behind[finished[place]] -= 1
+    for index in places:
+        behind[finished[index]] -= 1
     enough = len(places) == per_step
     return places if enough and _feasible_from_zero(behind, step + 1, per_step) else ()
 
 
 def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
-    found = search(Rules(eta=1, per_step=1, in_flight=2.0, take=_take_from_zero))
-    assert found.outcome == "broken"
+    match = search(Rules(eta=1, per_step=1, in_flight=2.0, take=_take_from_zero))
+    assert match.outcome == "broken"
     # a and b at version 0; a is taken; c of version 1 goes before b; b is too late.
-    assert found.path[-1] == "take (-1,)"
+    assert match.path[-1] == "take (-1,)"
     every = [search(replace(rules, take=_take_from_zero)) for rules in SMALL if rules.eta]
     capped = [rules for rules in SMALL if rules.eta and rules.in_flight > 1]
     assert _verdicts(every)["broken"] == len(capped) > 0
 
 
-def _admit_from_t(deadlines: Mapping[int, int], at: Standing) -> bool:
-    room = in_flight_max(at.async_batches, at.per_step)
-    if sum(deadlines.values()) + at.per_step * at.training >= room:
+def _admit_from_t(deadlines: Mapping[int, int], standing: Standing) -> bool:
+    room = in_flight_max(standing.async_batches, standing.per_step)
+    if sum(deadlines.values()) + standing.per_step * standing.training >= room:
         return False
     more = dict(deadlines)
-    more[at.deadline] = more.get(at.deadline, 0) + 1
-    return feasible(more, at.version, at.per_step)
+    more[standing.deadline] = more.get(standing.deadline, 0) + 1
+    return feasible(more, standing.version, standing.per_step)
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
 def test_search_finds_the_violation_when_admission_forgets_that_a_step_trains(eta: int) -> None:
     rules = Rules(eta=eta, per_step=1, in_flight=eta + 2.0)
-    found = search(replace(rules, admit=_admit_from_t))
-    assert found.outcome == ("broken" if eta == 0 else "locked")
+    match = search(replace(rules, admit=_admit_from_t))
+    assert match.outcome == ("broken" if eta == 0 else "locked")
     assert search(rules).outcome == "sound"
     # A limit of max_staleness + 1 batches, including the one in training, would hide the mistake.
     assert search(replace(rules, in_flight=eta + 1.0, admit=_admit_from_t)).outcome == "sound"
@@ -387,21 +387,21 @@ def _first_finished(finished: Sequence[int], per_step: int) -> Sequence[int]:
 
 
 def _newest(finished: Sequence[int], per_step: int) -> Sequence[int]:
-    return sorted(range(len(finished)), key=lambda place: -finished[place])[:per_step]
+    return sorted(range(len(finished)), key=lambda index: -finished[index])[:per_step]
 
 
 def _oldest(finished: Sequence[int], per_step: int) -> Sequence[int]:
-    return sorted(range(len(finished)), key=lambda place: finished[place])[:per_step]
+    return sorted(range(len(finished)), key=lambda index: finished[index])[:per_step]
 
 
 @pytest.mark.parametrize("pick", [_first_finished, _newest])
 def test_same_gate_with_another_order_locks_up_wherever_batches_overlap(pick: object) -> None:
     take = take_in_order(pick)  # type: ignore[arg-type]
     few = [rules for rules in ALL if rules.eta * rules.per_step <= 6]
-    found = {one: search(replace(one, take=take, order_matters=True)) for one in few}
-    locked = {one for one, result in found.items() if result.outcome == "locked"}
-    assert locked == {one for one in few if one.in_flight > 1}
-    assert not any(result.outcome == "broken" for result in found.values())
+    results = {case: search(replace(case, take=take, order_matters=True)) for case in few}
+    locked = {entry for entry, result in results.items() if result.outcome == "locked"}
+    assert locked == {case for case in few if case.in_flight > 1}
+    assert not any(result.outcome == "broken" for result in results.values())
 
 
 def test_same_gate_with_the_earliest_deadlines_first_is_the_rule() -> None:
@@ -409,19 +409,19 @@ def test_same_gate_with_the_earliest_deadlines_first_is_the_rule() -> None:
         assert search(replace(rules, take=take_in_order(_oldest))).outcome == "sound"
 
 
-def _admit_to_the_budget(deadlines: Mapping[int, int], at: Standing) -> bool:
+def _admit_to_the_budget(deadlines: Mapping[int, int], standing: Standing) -> bool:
     """Mistake: capacity (eta + t + 1) * B over the entire run, although B * t of them are
     trained."""
-    untaken = sum(deadlines.values()) + at.per_step * at.training
-    return untaken < (at.max_staleness + 1) * at.per_step
+    untaken = sum(deadlines.values()) + standing.per_step * standing.training
+    return untaken < (standing.max_staleness + 1) * standing.per_step
 
 
 def _overdue_then_oldest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
     """Take all due groups, then the oldest finished; wait for due ones."""
-    due = sum(count for one, count in deadlines.items() if one <= step)
-    if len(finished) < per_step or due > sum(one <= step for one in finished):
+    due = sum(count for entry, count in deadlines.items() if entry <= step)
+    if len(finished) < per_step or due > sum(group <= step for group in finished):
         return ()
     return _oldest(finished, per_step)
 
@@ -441,5 +441,5 @@ def test_overdue_ones_then_the_oldest_breaks_from_eta_two_on(eta: int, per_step:
 
 def test_a_replacement_with_the_old_stamp_puts_a_failure_on_the_critical_path() -> None:
     for rules in SMALL:
-        found = search(replace(rules, replaces_with_old_stamp=True))
-        assert (found.outcome == "delayed") == (rules.in_flight > 1), (rules, found.path)
+        match = search(replace(rules, replaces_with_old_stamp=True))
+        assert (match.outcome == "delayed") == (rules.in_flight > 1), (rules, match.path)

@@ -55,7 +55,7 @@ FOLLOWS = ("chain", "planner", "index", "leaves", "queues", "finished", "weights
 """Fields outside the digest, except for keys that no run changes."""
 
 
-@pytest.mark.parametrize("name", [one for one in NAMES if one != "leaves"])
+@pytest.mark.parametrize("name", [entry for entry in NAMES if entry != "leaves"])
 def test_digest_sees_every_field_but_the_chain_and_what_follows_from_others(name: str) -> None:
     state = rich()
     before = digest_of(state)
@@ -79,7 +79,7 @@ def test_digest_does_not_depend_on_keys_that_no_run_changes() -> None:
 
 def test_digest_is_the_same_in_every_process() -> None:
     program = "from tests.unit.orchestrator.test_state import rich\nprint(rich().digest())"
-    found = {
+    results = {
         subprocess.run(
             [sys.executable, "-c", program],
             env={"PYTHONHASHSEED": seed},
@@ -89,4 +89,4 @@ def test_digest_is_the_same_in_every_process() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }
-    assert found == {rich().digest()}
+    assert results == {rich().digest()}

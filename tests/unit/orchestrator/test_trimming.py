@@ -102,9 +102,9 @@ def test_the_cut_is_where_the_orchestrators_date_says_whatever_other_clocks_say(
 ) -> None:
     with closing(open_bus()) as bus:
         offsets = fill(bus, 9000, clock_of_others_ns=others_ns)
-        for wanted in (2500, 6000):
-            cut = cut_of(bus, AT, limit=bus.end(AT), before_ns=wanted * EACH_NS)
-            assert offsets[wanted] - GRAIN <= cut <= offsets[wanted]
+        for expected in (2500, 6000):
+            cut = cut_of(bus, AT, limit=bus.end(AT), before_ns=expected * EACH_NS)
+            assert offsets[expected] - GRAIN <= cut <= offsets[expected]
 
 
 def test_a_cut_never_passes_its_limit_although_all_is_old(open_bus: Callable[[], Bus]) -> None:
@@ -124,17 +124,17 @@ def test_a_trim_deletes_what_is_old_and_says_when_more_is_left(
     pauses: list[float] = []
     port = TrimPort(open_bus, sleep=pauses.append, in_thread=False)
     effect = TrimMetrics(before_ns=7000 * EACH_NS, limits={AT: end})
-    said, begins = [], []
+    text, begins = [], []
     with closing(port):
         for _ in range(4 if pieces else 1):
             port.start(effect)
             (event,) = port.poll()
-            said.append(event.more)
+            text.append(event.more)
             with closing(open_bus()) as bus:
                 begins.append(bus.begin(AT))
     assert begins == sorted(begins)
     assert offsets[7000] - GRAIN <= begins[-1] <= offsets[7000]
-    assert said[-1] is False and (any(said) and pauses if pieces else not pauses)
+    assert text[-1] is False and (any(text) and pauses if pieces else not pauses)
     with closing(open_bus()) as bus:
         assert bus.end(AT) == end
 
@@ -156,10 +156,10 @@ def test_what_was_read_within_the_guard_is_beyond_every_limit() -> None:
         schedule.note(read_to(minute))
         at_ns = minute * 60 * S
         ahead_ns = 365 * 24 * HOUR if minute > 200 else 0
-        asked += [(minute, one) for one in ask(schedule, at_ns, ahead_ns)]
+        asked += [(minute, entry) for entry in ask(schedule, at_ns, ahead_ns)]
     assert len(asked) > 3
-    for minute, one in asked:
-        assert one.limits[AT] <= minute - GUARD_NS_MIN // (60 * S) + 1
+    for minute, entry in asked:
+        assert entry.limits[AT] <= minute - GUARD_NS_MIN // (60 * S) + 1
     assert asked[0][1].before_ns == asked[0][0] * 60 * S - HOUR
     gaps = [later - minute for (minute, _), (later, _) in itertools.pairwise(asked)]
     assert set(gaps) == {TRIM_EVERY_NS // (60 * S)}
@@ -176,8 +176,10 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
     config, log, clock = records.make_config(), MemoryLog(), WorldClock()
     topics, bus = Topics(config.run.name), MemoryBus(log)
     bus.create([TopicSpec(name=name) for name in topics.all()])
-    at = TopicPartition(topics.metrics, 0)
-    old = [msgspec.structs.replace(orchestrator_says(i), topic=at.topic) for i in range(4000)]
+    partition = TopicPartition(topics.metrics, 0)
+    old = [
+        msgspec.structs.replace(orchestrator_says(i), topic=partition.topic) for i in range(4000)
+    ]
     offsets = bus.writer().append(old)
     runtime = runtime_of(bus, topics, config, clock, keep_ns)
     ends_ns = clock.ns + GUARD_NS_MIN + 60 * S
@@ -185,14 +187,14 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
         runtime.tick()
         clock.ns = max(clock.ns + S // 10, runtime.due_ns())
     runtime.close()
-    kept = list(records_of(bus, {at: bus.end(at)}))
-    said = [one for one in kept if one.offset > offsets[-1]]
-    assert len(said) > 100, "it has gone on saying its own"
+    kept = list(records_of(bus, {partition: bus.end(partition)}))
+    texts = [record for record in kept if record.offset > offsets[-1]]
+    assert len(texts) > 100, "it has gone on saying its own"
     if not keep_ns:
-        assert bus.begin(at) == 0 and len(kept) == len(old) + len(said)
+        assert bus.begin(partition) == 0 and len(kept) == len(old) + len(texts)
         return
-    assert offsets[-1] - GRAIN <= bus.begin(at) <= offsets[-1] + 2
-    assert said[0].offset <= offsets[-1] + 4, "none of its own is gone"
+    assert offsets[-1] - GRAIN <= bus.begin(partition) <= offsets[-1] + 2
+    assert texts[0].offset <= offsets[-1] + 4, "none of its own is gone"
 
 
 def runtime_of(

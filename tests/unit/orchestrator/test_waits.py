@@ -12,7 +12,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def waits_for(state: State) -> str:
-    return "".join(one.words for one in waits(state) if one.still)
+    return "".join(wait.words for wait in waits(state) if wait.still)
 
 
 def test_every_phase_of_a_run_has_its_words() -> None:
@@ -47,8 +47,11 @@ def test_only_the_groups_that_block_the_step_are_named() -> None:
     stage.finish("g0000000002-000")
     stage.settle()
     assert stage.state.training is None
-    found = blockers(stage.state, 4)
-    assert ([group.spec.group for group in found.first], found.count) == (["g0000000001"], 1)
+    actual_blockers = blockers(stage.state, 4)
+    assert ([group.spec.group for group in actual_blockers.first], actual_blockers.count) == (
+        ["g0000000001"],
+        1,
+    )
     assert waits_for(stage.state) == "groups g0000000001 (version 0, 1 of 1 open)"
 
 
@@ -88,14 +91,14 @@ def test_pause_may_last_and_a_missing_worker_may_not() -> None:
 def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     stage = Stage(rollout__prompts_per_step=1, rollout__group_size=2).begin()
     stage.worker("w0", slots=1)
-    assert [one.name for one in waits(stage.state)] == ["groups"]
+    assert [wait.name for wait in waits(stage.state)] == ["groups"]
     stage.lose("w0")
     assert stage.state.queues
     # A present worker that is assigned nothing of it.
     stage.state.workers["w1"] = Worker(name="w1", incarnation=99, slots=1, prefetch=0)
-    found = {one.name: one for one in waits(stage.state)}
-    assert list(found["host"].blockers) == [Blocker("version", "0")]
-    assert not found["host"].still
+    results = {wait.name: wait for wait in waits(stage.state)}
+    assert list(results["host"].blockers) == [Blocker("version", "0")]
+    assert not results["host"].still
 
 
 @pytest.mark.parametrize(
@@ -106,9 +109,9 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     ],
 )
 def test_setting_that_keeps_workers_idle_is_named(settings: dict[str, float], limit: str) -> None:
-    said = {f"staleness__{name}": value for name, value in settings.items()}
+    texts = {f"staleness__{name}": value for name, value in settings.items()}
     stage = Stage(
-        rollout__prompts_per_step=2, rollout__group_size=1, staleness__max_staleness=1, **said
+        rollout__prompts_per_step=2, rollout__group_size=1, staleness__max_staleness=1, **texts
     ).begin()
     stage.worker("w0", slots=1)
     assert admission_limit(stage.state) == ""

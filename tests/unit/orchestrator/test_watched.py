@@ -57,15 +57,15 @@ def test_best_is_the_first_of_the_highest_whatever_order_groups_end_in(
         sum(map(sum, groups)) / count if (count := sum(map(len, groups))) else None
         for groups in versions
     ]
-    ends = [(place, one) for place, groups in enumerate(versions) for one in groups]
+    ends = [(index, group) for index, groups in enumerate(versions) for group in groups]
     Random(seed).shuffle(ends)
-    found = told(ends, len(versions))
-    known = [mean for mean in means if mean is not None]
-    best = means.index(max(known)) if known else -1
-    assert (found.open, found.best) == ((), best)
-    assert found.waited == len(versions) - 1 - best
-    if known:
-        assert found.reward == max(known)
+    watched = told(ends, len(versions))
+    earlier_means = [mean for mean in means if mean is not None]
+    best = means.index(max(earlier_means)) if earlier_means else -1
+    assert (watched.open, watched.best) == ((), best)
+    assert watched.waited == len(versions) - 1 - best
+    if earlier_means:
+        assert watched.reward == max(earlier_means)
 
 
 # In the fold.
@@ -103,7 +103,7 @@ def test_run_ends_early_by_a_decision_with_its_reason_and_keeps_the_best() -> No
     stage = watching(evaluation__patience=3)
     while not stage.state.done:
         step(stage)
-    stops = [one for one in stage.decided if isinstance(one, EarlyStop)]
+    stops = [decision for decision in stage.decided if isinstance(decision, EarlyStop)]
     assert len(stops) == 1 and stops[0].best == 1
     assert "not better than that of version 1, 0.6" in stops[0].reason
     assert 4 <= stage.state.version < 10
@@ -116,7 +116,7 @@ def test_batches_pin_the_best_version_only_where_it_is_asked_for() -> None:
         stage = watching(evaluation__best=best, evaluation__patience=10)
         for _ in range(8):
             step(stage)
-        batch = [one for one in stage.decided if isinstance(one, TakeBatch)][-1]
+        batch = [decision for decision in stage.decided if isinstance(decision, TakeBatch)][-1]
         assert {1} & set(batch.pins) == expected
 
 
@@ -125,23 +125,26 @@ def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
     orders: tuple[tuple[int, ...], ...],
 ) -> None:
     stage, rewards = CatalogueStage(), (0.1, 0.2, 0.3)
-    incarnation, found = stage.worker(), Watched()
+    incarnation, watched = stage.worker(), Watched()
     for version, order in enumerate(orders):
-        found = begun(found, version)
-        specs = [stage.group(3 * version + at, version, "eval") for at in range(3)]
-        for at in order:
-            stage.place(specs[at], incarnation)
+        watched = begun(watched, version)
+        specs = [stage.group(3 * version + index, version, "eval") for index in range(3)]
+        for position in order:
+            stage.place(specs[position], incarnation)
             stage.log(
-                specs[at], incarnation, rewards=(rewards[at], None), offset=10 * (3 * version + at)
+                specs[position],
+                incarnation,
+                rewards=(rewards[position], None),
+                offset=10 * (3 * version + position),
             )
-            stage.end(specs[at], "evaluated")
-            found = ended(found, version, [rewards[at]], groups=3)
+            stage.end(specs[position], "evaluated")
+            watched = ended(watched, version, [rewards[position]], groups=3)
     config = make_config(evaluation__best=True, evaluation__prompts=3, evaluation__every=1)
-    assert best_version(stage.catalogue, config) == (found.best, found.reward)
+    assert best_version(stage.catalogue, config) == (watched.best, watched.reward)
     logged = logged_versions(stage.catalogue, "")
-    assert logged[0][0] == found.best
-    assert [reward for _, reward in logged] == sorted((one for _, one in logged), reverse=True)
-    assert found.best == (0 if orders[0][0] == 0 else 1)
+    assert logged[0][0] == watched.best
+    assert [reward for _, reward in logged] == sorted((entry for _, entry in logged), reverse=True)
+    assert watched.best == (0 if orders[0][0] == 0 else 1)
 
 
 def test_stop_that_is_not_due_is_refused_and_changes_nothing() -> None:
@@ -165,12 +168,12 @@ def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_ther
         store__keep_every=2,
     )
     with Cluster(tmp_path, config) as cluster:
-        found: list[Watched] = []
+        watcheds: list[Watched] = []
 
         def watch() -> bool:
             watched = cluster.roles[ORCHESTRATOR].machine.state.watched
-            found.append(watched or Watched())
-            return found[-1].stopped
+            watcheds.append(watched or Watched())
+            return watcheds[-1].stopped
 
         cluster.until(watch)
         cluster.run()
@@ -179,9 +182,9 @@ def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_ther
         assert 4 <= report.steps < 40
         with closing(read_catalogue(cluster.bus, cluster.topics)) as tables:
             best = best_version(tables, cluster.config)
-        assert best is not None and best[1] >= found[-1].reward
+        assert best is not None and best[1] >= watcheds[-1].reward
         history = read_history(cluster.bus, cluster.topics, cluster.clock)
-        assert cluster.store.has_weights(history.digest_of(found[-1].best))
+        assert cluster.store.has_weights(history.digest_of(watcheds[-1].best))
         (cluster.path.parent / "config.toml").write_text(dump_toml(cluster.config))
 
     def call(*args: str) -> str:
@@ -218,9 +221,9 @@ def test_keys_that_watch_nothing_or_two_evaluations_are_refused(
         "evaluation": evaluations[0],
         "more_evaluations": evaluations[1:],
     }
-    with pytest.raises(ConfigError, match=f"^{key}: ") as found:
+    with pytest.raises(ConfigError, match=f"^{key}: ") as raised:
         from_plain(plain)
-    assert found.value.hint
+    assert raised.value.hint
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -94,16 +94,16 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
 def check_state(state: State) -> None:
     """Check invariants of any state from scratch."""
     assert state.config is not None
-    at = state.standing()
+    entry = state.standing()
     u = [g for g in state.groups.values() if g.phase in ("generating", "finished")]
     u = [g for g in u if g.spec.purpose == "train"]
     counted = {g.spec.deadline: 0 for g in u}
     for group in u:
         counted[group.spec.deadline] += 1
     assert state.deadlines == counted
-    assert feasible(state.deadlines, at.step, at.per_step)
+    assert feasible(state.deadlines, entry.step, entry.per_step)
     assert state.finished == sorted(g.key for g in u if g.phase == "finished")
-    queued = [name for name, one in state.requests.items() if not one.worker]
+    queued = [name for name, request in state.requests.items() if not request.worker]
     keys = {
         name: queue_key(state.groups[state.requests[name].group].spec, state.requests[name].sample)
         for name in queued
@@ -141,29 +141,35 @@ def check_state(state: State) -> None:
 def check_index(state: State) -> None:
     """Compare the index with all workers."""
     index, workers = state.index, state.workers.values()
-    usable = [one for one in workers if one.usable]
-    assert index.hosts.keys() == {one.target for one in usable}
+    usable = [worker for worker in workers if worker.usable]
+    assert index.hosts.keys() == {worker.target for worker in usable}
     for version, hosts in index.hosts.items():
-        here = {one.name: one for one in usable if one.target == version}
+        here = {worker.name: worker for worker in usable if worker.target == version}
         assert hosts.workers == here
-        assert hosts.slots == sum(one.slots for one in here.values())
-        assert hosts.load == sum(one.load for one in here.values())
-        assert hosts.free == sum(one.free for one in here.values())
-        open_ = [one for one in here.values() if one.open]
-        best = min(open_, key=lambda one: (one.load - one.slots, one.name), default=None)
+        assert hosts.slots == sum(worker.slots for worker in here.values())
+        assert hosts.load == sum(entry.load for entry in here.values())
+        assert hosts.free == sum(entry.free for entry in here.values())
+        open_ = [entry for entry in here.values() if entry.open]
+        best = min(
+            open_, key=lambda worker: (worker.load - worker.slots, worker.name), default=None
+        )
         assert hosts.roomiest() is best
-    idle = [one for one in usable if not (one.requests or one.arriving or one.loading)]
-    emptying = [one for one in usable if one.requests and not one.present and one.target >= 0]
-    for found, expected in (
+    idle = [
+        worker for worker in usable if not (worker.requests or worker.arriving or worker.loading)
+    ]
+    emptying = [
+        worker for worker in usable if worker.requests and not worker.present and worker.target >= 0
+    ]
+    for result, expected in (
         (index.idle, idle),
         (index.emptying, emptying),
-        (index.silent, [one for one in workers if one.silent]),
-        (index.draining, [one for one in workers if one.drain != "no"]),
-        (index.pressed, [one for one in workers if one.pressed]),
-        (index.colocated, [one for one in workers if one.colocated]),
+        (index.silent, [worker for worker in workers if worker.silent]),
+        (index.draining, [worker for worker in workers if worker.drain != "no"]),
+        (index.pressed, [worker for worker in workers if worker.pressed]),
+        (index.colocated, [worker for worker in workers if worker.colocated]),
     ):
-        assert found == {one.name: one for one in expected}
-    running = sorted(one.key for one in state.groups.values() if one.phase == "generating")
+        assert result == {entry.name: entry for entry in expected}
+    running = sorted(group.key for group in state.groups.values() if group.phase == "generating")
     due: dict[int, list[str]] = {}
     for key in running:
         if state.groups[key.group].spec.purpose == "train":
@@ -193,8 +199,8 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(kind: Workers, seed: i
         assert state.counters.rejected == 0, state.counters.rejection
         assert max(state.counters.staleness) <= world.config.staleness.max_staleness
     assert state.counters.staleness == world.ledger.staleness
-    found = recover(world.bus, world.topics)
-    assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
+    recovery = recover(world.bus, world.topics)
+    assert (recovery.state.digest(), recovery.state.chain) == (state.digest(), state.chain)
 
 
 def shake(state: State, chance: random.Random) -> None:
@@ -239,8 +245,8 @@ def test_a_plan_leaves_nothing_to_plan(
         assert decide(state) == [], "nor does the same trigger find anything the second time"
         check_state(state)
         assert tuple(decisions) == plan(before), "equal states, equal plans"
-        for one in decisions:
-            apply_decision(before, one)
+        for decision in decisions:
+            apply_decision(before, decision)
         before.trigger = ""
         assert before.digest() == state.digest()
         for worker in list(state.workers.values()):
@@ -255,22 +261,22 @@ def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind:
     world, state = swarm(7, kind), State()
     world.run(seconds=FAULTY_S)
     finish(world)
-    for at in read_rounds(world.bus, world.topics):
+    for entry in read_rounds(world.bus, world.topics):
         again = state_of(body_of(state).joined())
-        for one in (state, again):
-            for record in at.control:
-                apply_control(one, record.offset, read_control(record.value))
-                assert one.digest() == digest_of(one), record
-            for observation in at.round.observations:
-                apply_observation(one, observation)
-            one.now_ns = at.round.now_ns
-        if at.round.planned:
-            assert plan(again) == plan(state) == at.round.decisions
-        for one in (state, again):
-            for decision in at.round.decisions:
-                apply_decision(one, decision)
-                assert one.digest() == digest_of(one), decision
-            close_round(one, at.round)
+        for element in (state, again):
+            for record in entry.control:
+                apply_control(element, record.offset, read_control(record.value))
+                assert element.digest() == digest_of(element), record
+            for observation in entry.round.observations:
+                apply_observation(element, observation)
+            element.now_ns = entry.round.now_ns
+        if entry.round.planned:
+            assert plan(again) == plan(state) == entry.round.decisions
+        for element in (state, again):
+            for decision in entry.round.decisions:
+                apply_decision(element, decision)
+                assert element.digest() == digest_of(element), decision
+            close_round(element, entry.round)
         assert again.digest() == state.digest()
     assert state.rounds > 40
 

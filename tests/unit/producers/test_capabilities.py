@@ -65,7 +65,7 @@ def test_engine_that_may_sample_ids_without_a_token_is_refused_where_there_are_s
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "moves"),
+    ("task", "text", "moves"),
     [
         ({"kind": "arithmetic"}, {"single_turn": True}, True),
         ({"kind": "mine:Game"}, {"single_turn": False}, False),
@@ -74,8 +74,8 @@ def test_engine_that_may_sample_ids_without_a_token_is_refused_where_there_are_s
     ],
 )
 def test_sessions_of_agents_move_and_episodes_only_where_they_can_be_told_again(
-    task: dict[str, Any], said: dict[str, bool], moves: bool
+    task: dict[str, Any], text: dict[str, bool], moves: bool
 ) -> None:
     digests = dict.fromkeys(("train_digest", "eval_digest", "reward_digest"), "")
-    facts = msgspec.convert(digests | {"train_rows": 1, "eval_rows": 1} | said, TaskFacts)
+    facts = msgspec.convert(digests | {"train_rows": 1, "eval_rows": 1} | text, TaskFacts)
     assert requests_move(config(task=task), {"train": facts}) is moves

@@ -38,12 +38,12 @@ class Pool(InlineTasks):
     def __init__(
         self, ready: dict[str, Any] | None, *, error: str = "KeyError", single_turn: bool = True
     ) -> None:
-        made = None if ready is None else {"text": "", "episode": False, **ready}
+        created = None if ready is None else {"text": "", "episode": False, **ready}
         super().__init__(
             prompt=lambda call: (
                 TaskFailed(request=call.request, error=error, message="'x'")
-                if made is None
-                else PromptReady(request=call.request, **made)
+                if created is None
+                else PromptReady(request=call.request, **created)
             )
         )
         digest = "d" * 64
@@ -61,8 +61,8 @@ class Pool(InlineTasks):
 
 
 def chats(folder: Path, pool: Pool, **task: Any) -> dict[str, Chat]:
-    one = PoolSpec(task=Task(kind="arithmetic", **task), sources=("train", "eval"))
-    pools: Any = [(one, pool)]
+    spec = PoolSpec(task=Task(kind="arithmetic", **task), sources=("train", "eval"))
+    pools: Any = [(spec, pool)]
     return chats_of(pools, 0, folder, Tokenizer(folder), stop=lambda: False)
 
 
@@ -114,13 +114,13 @@ def test_the_chats_of_a_run_are_known_again_by_their_digest(tmp_path: Path) -> N
     config = make_config()
     tasks = [Task(kind="arithmetic", name=name, chat_template_kwargs={"x": name}) for name in "ab"]
     several = msgspec.structs.replace(config, task=tasks[0], more_tasks=tuple(tasks[1:]))
-    sources = {source for one in pool_specs(several) for source in one.sources}
+    sources = {source for spec in pool_specs(several) for source in spec.sources}
     every = recorded_chats(several, 0, tmp_path, tokenizer, {"another"})
     assert every.keys() == sources
-    (some,) = [one for one in every if one.startswith("train") and one.endswith("a")]
-    found = recorded_chats(several, 0, tmp_path, tokenizer, {every[some].digest})
-    assert some in found and len(found) < len(every)
-    assert digest_of(found) != digest_of(every) != ""
+    (subset,) = [entry for entry in every if entry.startswith("train") and entry.endswith("a")]
+    chats = recorded_chats(several, 0, tmp_path, tokenizer, {every[subset].digest})
+    assert subset in chats and len(chats) < len(every)
+    assert digest_of(chats) != digest_of(every) != ""
     assert recorded_chats(several, 0, tmp_path, tokenizer, set()) == {}
 
 
@@ -145,7 +145,9 @@ def test_an_agent_whose_calls_nothing_reads_is_noted_at_the_start(
 def test_a_digest_is_of_the_template_and_not_of_a_moment(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path, text="{{ strftime_now('%d') }}" + CHATML)
     tokenizer, task = Tokenizer(folder), Task(kind="arithmetic")
-    early, late = (Chat.open(folder, tokenizer, chat_options(task, at)) for at in (0, 10**18))
+    early, late = (
+        Chat.open(folder, tokenizer, chat_options(task, position)) for position in (0, 10**18)
+    )
     assert early.start(ASKED).prompt_ids != late.start(ASKED).prompt_ids
     assert early.digest == late.digest
 
@@ -153,9 +155,9 @@ def test_a_digest_is_of_the_template_and_not_of_a_moment(tmp_path: Path) -> None
 def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
     pool = Pool({"messages": SYSTEM, "episode": True}, single_turn=False)
-    told = {"role": "user", "content": "Again."}
+    replies = {"role": "user", "content": "Again."}
     pool.step = lambda call: EnvObserved(
-        request=call.request, text="", messages=(told,), done=False, tool="", ok=True
+        request=call.request, text="", messages=(replies,), done=False, tool="", ok=True
     )
     port = TaskPort(pool, tokenizer, chats(tmp_path, pool)["train"])
     (end,) = tokenizer.ids("x")[-1:]
@@ -163,16 +165,16 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     assert len(port.poll()) == 1
     first, last = tokenizer.ids("three"), [*tokenizer.ids("3"), end]
     port.start(effects.EnvStep(request="r", token_ids=first))
-    (seen,) = port.poll()
-    assert tokenizer.full_text(seen.token_ids) == (
+    (trajectory,) = port.poll()
+    assert tokenizer.full_text(trajectory.token_ids) == (
         "<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
     )
     asked = effects.RewardCall(
-        request="r", split="train", index=0, answer=last, turns=[first, seen.token_ids, last]
+        request="r", split="train", index=0, answer=last, turns=[first, trajectory.token_ids, last]
     )
     port.start(asked)
     call = pool.seen[-1]
-    assert [one["content"] for one in call.messages] == [  # type: ignore[union-attr]
+    assert [message["content"] for message in call.messages] == [  # type: ignore[union-attr]
         "Be brief.",
         "1+2?",
         "three",

@@ -21,7 +21,7 @@ from tests.support.worker import digest_of
 def turn_of(
     tree: ContextTree, prompt: list[int], sampled: list[int], **changes: Any
 ) -> TurnProgress:
-    at = len(tree.turns)
+    position = len(tree.turns)
     turn = TurnProgress(
         trajectory="g0000000000-000",
         attempt=1,
@@ -29,7 +29,7 @@ def turn_of(
         digest=digest_of(0),
         worker="w0",
         incarnation=3,
-        turn=at,
+        turn=position,
         context=0,
         parent=-1,
         shared=0,
@@ -38,15 +38,15 @@ def turn_of(
         logprobs=[-1.0] * len(sampled),
         sampler_logprobs=[-1.0] * len(sampled),
         prefills=(len(prompt),),
-        previous=at - 1,
-        started_ns=10 * at + 1,
-        ended_ns=10 * at + 2,
+        previous=position - 1,
+        started_ns=10 * position + 1,
+        ended_ns=10 * position + 2,
         call=Call(
             start=len(prompt),
             end=len(prompt) + len(sampled),
-            seed=at,
-            asked_ns=10 * at,
-            answered_ns=10 * at + 3,
+            seed=position,
+            asked_ns=10 * position,
+            answered_ns=10 * position + 3,
         ),
     )
     return replace(placed(turn, tree.place(prompt)), **changes)
@@ -77,8 +77,12 @@ def test_record_has_contexts_one_behind_another_and_calls_as_they_were_answered(
     sequence, contexts, calls = tree.record()
     assert sequence.token_ids.tolist() == [1, 2, 7, 3, 9, 5, 8]
     assert contexts == (Context(5),)
-    assert [(one.start, one.end, one.seed) for one in calls] == [(2, 3, 0), (6, 7, 1), (4, 5, 2)]
-    assert [(one.kind, one.turn) for one in sequence.segments] == [
+    assert [(call.start, call.end, call.seed) for call in calls] == [
+        (2, 3, 0),
+        (6, 7, 1),
+        (4, 5, 2),
+    ]
+    assert [(segment.kind, segment.turn) for segment in sequence.segments] == [
         ("prompt", 0),
         ("model", 0),
         ("environment", 0),
@@ -120,17 +124,17 @@ def test_every_call_comes_back_from_the_record_as_it_was_asked_and_answered(
     tree = tree_of(*calls)
     used = data.draw(st.sets(st.integers(0, len(calls) - 1), min_size=1))
     for kept in (range(len(calls)), sorted(used)):
-        _check_record(tree.only(kept), [calls[at] for at in kept])
+        _check_record(tree.only(kept), [calls[position] for position in kept])
     assert tree.only(range(len(calls))).turns == tree.turns
 
 
 def _calls(random: Random) -> list[tuple[list[int], list[int]]]:
     agent = wandering(random, 8)
-    found: list[tuple[list[int], list[int]]] = []
+    results: list[tuple[list[int], list[int]]] = []
     asks = next(agent)
     while True:
-        said = [[random.randrange(50, 60) for _ in range(random.randint(0, 4))] for _ in asks]
-        found += [(one.prompt, sampled) for one, sampled in zip(asks, said, strict=True)]
+        texts = [[random.randrange(50, 60) for _ in range(random.randint(0, 4))] for _ in asks]
+        results += [(ask.prompt, sampled) for ask, sampled in zip(asks, texts, strict=True)]
         try:
             asks = agent.send(
                 [
@@ -142,32 +146,32 @@ def _calls(random: Random) -> list[tuple[list[int], list[int]]]:
                         finish="stop",
                         prompt_tokens=1,
                     )
-                    for sampled in said
+                    for sampled in texts
                 ]
             )
         except StopIteration:
-            return found
+            return results
 
 
 def _check_record(tree: ContextTree, calls: list[tuple[list[int], list[int]]]) -> None:
-    sequence, contexts, made = tree.record()
+    sequence, contexts, created = tree.record()
     length, token_ids = len(sequence), sequence.token_ids.tolist()
     assert sum(sequence.loss_mask) == sum(len(sampled) for _, sampled in calls)
-    assert len({(one.start, one.seed) for one in made}) == len(calls)
+    assert len({(entry.start, entry.seed) for entry in created}) == len(calls)
     places = list(enumerate(bounds(contexts, length)))
-    for (prompt, sampled), call in zip(calls, made, strict=True):
-        around = [at for at, (start, end) in places if start <= call.start <= end]
-        stands = [_before(token_ids, contexts, at, length, call.start) for at in around]
+    for (prompt, sampled), call in zip(calls, created, strict=True):
+        around = [index for index, (start, end) in places if start <= call.start <= end]
+        stands = [_before(token_ids, contexts, position, length, call.start) for position in around]
         assert prompt in stands
         assert token_ids[call.start : call.end] == sampled
         assert list(sequence.loss_mask[call.start : call.end]) == [1] * len(sampled)
 
 
 def _before(
-    ids: list[int], contexts: tuple[Context, ...], at: int, length: int, end: int
+    ids: list[int], contexts: tuple[Context, ...], position: int, length: int, end: int
 ) -> list[int]:
-    found: list[int] = []
-    *shared, (start, _) = pieces(contexts, at, length)
+    results: list[int] = []
+    *shared, (start, _) = pieces(contexts, position, length)
     for first, last in shared:
-        found += ids[first:last]
-    return [*found, *ids[start:end]]
+        results += ids[first:last]
+    return [*results, *ids[start:end]]

@@ -41,7 +41,7 @@ def byte_level() -> Backend:
 def merged() -> Backend:
     """Return a tokenizer whose merges create and use an added token."""
     pieces = ["<", "/", "s", ">", "</", "</s", "</s>", "</s>>", *SPECIAL, *ascii_letters, *" |_"]
-    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces))}
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", ">")]
     backend = Backend(models.BPE(vocabulary, merges, ignore_merges=True))
     backend.decoder = decoders.Fuse()
@@ -80,8 +80,8 @@ def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     backend = MAKERS[request.param]()
-    backend.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
-    backend.add_tokens([AddedToken(one, normalized=False) for one in (*ADDED, WORD, SPACES)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    backend.add_tokens([AddedToken(entry, normalized=False) for entry in (*ADDED, WORD, SPACES)])
     folder = tmp_path_factory.mktemp(str(request.param))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
@@ -92,7 +92,9 @@ def added_ids(folder: Path) -> set[int]:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     decoder = backend.get_added_tokens_decoder()
     return {
-        place for place, token in decoder.items() if token.content not in (UNKNOWN, WORD, SPACES)
+        location
+        for location, token in decoder.items()
+        if token.content not in (UNKNOWN, WORD, SPACES)
     }
 
 

@@ -64,10 +64,10 @@ def test_what_is_put_is_fetched_until_it_is_dropped(
 ) -> None:
     handover: Handover = make() if make else files
     blob = put(handover)
-    found = handover.fetch(LABEL, blob)
-    assert isinstance(found, Kv) and found == KV
-    assert found.arrays["kv"].tobytes() == ARRAY.tobytes()
-    assert found.arrays["kv"].shape == ARRAY.shape and found.arrays["kv"].dtype == np.float32
+    fetch = handover.fetch(LABEL, blob)
+    assert isinstance(fetch, Kv) and fetch == KV
+    assert fetch.arrays["kv"].tobytes() == ARRAY.tobytes()
+    assert fetch.arrays["kv"].shape == ARRAY.shape and fetch.arrays["kv"].dtype == np.float32
     other = replace(LABEL, trajectory="g0000000001-001")
     assert handover.fetch(other, blob) == Lost(OTHER_REQUEST)
     handover.drop(blob)

@@ -16,7 +16,7 @@ def long(seed: int, turn: int) -> int:
 
 
 def logged(world: World) -> dict[str, TrajectoryLogged]:
-    return {one.trajectory: one for one in world.facts(TrajectoryLogged)}
+    return {fact.trajectory: fact for fact in world.facts(TrajectoryLogged)}
 
 
 def serving(world: World, *versions: int, **changes: Any) -> Worker:
@@ -42,14 +42,14 @@ def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
     assert worker.machine.requests.in_phase(Phase.RUNNING) >= 1, "nothing was waited for"
     world.decide(world.place(worker, 2, version=1), world.place(worker, 3, version=0))
     world.until_idle(worker)
-    found = logged(world)
-    assert {name: one.version for name, one in found.items()} == {
+    result = logged(world)
+    assert {name: entry.version for name, entry in result.items()} == {
         "g0000000000-000": 0,
         "g0000000001-000": 0,
         "g0000000002-000": 1,
         "g0000000003-000": 0,
     }
-    assert [one.version for one in world.facts(WorkerReady)] == [0, 1]
+    assert [fact.version for fact in world.facts(WorkerReady)] == [0, 1]
     assert not world.facts(RequestFailed)
 
 
@@ -58,7 +58,7 @@ def test_tokens_are_those_that_each_version_gives_alone() -> None:
     worker = serving(world, 0, 1, 2)
     world.decide(*(world.place(worker, number, version=number % 3) for number in range(6)))
     world.until_idle(worker)
-    together = {name: world.trajectory(one).token_ids for name, one in logged(world).items()}
+    together = {name: world.trajectory(entry).token_ids for name, entry in logged(world).items()}
     assert len(together) == 6
     for version in range(3):
         alone = World(lengths=long)
@@ -66,8 +66,8 @@ def test_tokens_are_those_that_each_version_gives_alone() -> None:
         numbers = [number for number in range(6) if number % 3 == version]
         alone.decide(*(alone.place(single, number, version=version) for number in numbers))
         alone.until_idle(single)
-        for name, one in logged(alone).items():
-            assert list(alone.trajectory(one).token_ids) == list(together[name])
+        for name, entry in logged(alone).items():
+            assert list(alone.trajectory(entry).token_ids) == list(together[name])
 
 
 def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:

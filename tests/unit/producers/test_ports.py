@@ -81,7 +81,7 @@ def test_cache_that_does_not_fit_is_named_and_its_request_prefilled() -> None:
     started = []
     while engine.active or port.busy:
         started += [event for event in port.poll() if isinstance(event, EngineStarted)]
-    assert [(one.request, one.imported, one.why) for one in started] == [
+    assert [(effect.request, effect.imported, effect.why) for effect in started] == [
         ("a", True, ""),
         ("b", False, "other weights"),
     ]
@@ -131,13 +131,13 @@ def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[st
         in_thread=False,
     )
     port.start(LoadWeights(version=3, digest="a"))
-    (found,) = port.poll()
+    (effect,) = port.poll()
     assert verified == ["a"] and next(files, None) is None
     if had[1] == "whole":
-        assert isinstance(found, WeightsLoaded) and found.version == 3
+        assert isinstance(effect, WeightsLoaded) and effect.version == 3
     else:
-        assert isinstance(found, LoadFailed) and "another digest" in found.message
-        assert not found.here
+        assert isinstance(effect, LoadFailed) and "another digest" in effect.message
+        assert not effect.here
 
 
 def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
@@ -145,14 +145,14 @@ def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
     waiting = [lost]
 
     def taken() -> tuple[Fallback, ...]:
-        found, waiting[:] = tuple(waiting), []
-        return found
+        actual_waiting, waiting[:] = tuple(waiting), []
+        return actual_waiting
 
     engine = _engine()
     port = EnginePort(engine, Path, fallbacks=taken, clock=VirtualClock(), in_thread=False)
     port.start(LoadWeights(version=3, digest="a"))
     port.start(LoadWeights(version=4, digest="b"))
-    assert [one.fallbacks for one in port.poll()] == [(lost,), ()]
+    assert [record.fallbacks for record in port.poll()] == [(lost,), ()]
 
 
 # Tasks
@@ -172,7 +172,7 @@ def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
     port.start(EngineAdd(request=_request("a")))
     port.start(LoadWeights(version=1, digest="b", keep=True))
     assert begun.wait(10)
-    assert any(isinstance(one, RequestFinished) for _ in range(20) for one in port.poll())
+    assert any(isinstance(finished, RequestFinished) for _ in range(20) for finished in port.poll())
     may_end.set()
     events: list[object] = []
     while not events:
@@ -206,12 +206,12 @@ def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> Non
     events: list[Any] = []
     while not events:
         events = port.poll()
-    before = events[: [type(one) for one in events].index(WeightsLoaded)]
-    assert [(type(one), one.request) for one in before] == [
+    before = events[: [type(event) for event in events].index(WeightsLoaded)]
+    assert [(type(request), request.request) for request in before] == [
         (TokensSampled, "a"),
         (TokensSampled, "b"),
     ]
-    sampled = {len(one.token_ids) for one in before}
+    sampled = {len(trajectory.token_ids) for trajectory in before}
     assert len(sampled) == 1 and sampled.pop() % 4 == 0
     assert engine.active == 1
 

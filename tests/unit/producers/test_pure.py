@@ -13,7 +13,7 @@ FORBIDDEN = {"asyncio", "random", "secrets", "socket", "threading", "time", "uui
 @pytest.mark.parametrize("module", PURE)
 def test_machine_touches_nothing_that_differs_between_two_runs(module: str) -> None:
     tree = ast.parse((ROOT / "producers/worker" / f"{module}.py").read_text())
-    names = {name for _, found in module_imports(tree) for name in found}
+    names = {name for _, result in module_imports(tree) for name in result}
     assert names
     buses = {name for name in names if name.startswith("dora_pipe.bus")}
     assert not names & FORBIDDEN

@@ -129,9 +129,9 @@ def test_chain_on_a_log_that_is_away_is_tried_again_and_given_up_in_the_end() ->
     bus, offsets = _chain(2)
     away = MemoryBus(bus.log, faults=ScriptedFaults(polls={0, 1, 2}))
     assert _starts(_fetch(away, offsets[-1])) == [0, 1]
-    gone = MemoryBus(bus.log, faults=ScriptedFaults(polls=range(10_000)))
+    removed_bus = MemoryBus(bus.log, faults=ScriptedFaults(polls=range(10_000)))
     clock = VirtualClock()
-    assert "timed out reading it" in _fetch(gone, offsets[-1], clock).why
+    assert "timed out reading it" in _fetch(removed_bus, offsets[-1], clock).why
     assert 10.0 <= clock.ns / 1e9 < 11.0
 
 

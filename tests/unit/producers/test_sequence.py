@@ -89,7 +89,10 @@ def test_last_answer_is_the_last_turn_of_the_model_behind_which_an_observation_m
         sequence.observed([8], asked_ns=3, at_ns=4, tool="calc", ok=False)
     assert sequence.answer() == [6]
     assert sequence.turns() == [[5], [8], [6], [8]]
-    assert [one.tool for one in sequence.segments if one.kind == "tool"] == ["calc", "calc"]
+    assert [segment.tool for segment in sequence.segments if segment.kind == "tool"] == [
+        "calc",
+        "calc",
+    ]
     assert not sequence.segments[-1].ok
 
 

@@ -54,7 +54,7 @@ class Driver:
         self.place()
 
     def place(self) -> None:
-        place = ScheduledRequest(
+        request = ScheduledRequest(
             reason="t",
             spec=spec_of(0),
             trajectory=TRAJECTORY,
@@ -63,8 +63,8 @@ class Driver:
             worker="w0",
             incarnation=9,
         )
-        assert self.sessions.takes(place)
-        self.sessions.place(place, NOW)
+        assert self.sessions.takes(request)
+        self.sessions.place(request, NOW)
 
     def give(self, *events: Any) -> list[Any]:
         now = self.now
@@ -219,7 +219,7 @@ def test_engine_s_error_refuses_the_call_and_ends_the_trajectory_with_what_was_a
 def test_session_that_ends_without_an_answer_fails(event: Any, error: str, retryable: bool) -> None:
     driver = Driver()
     driver.give(event)
-    (append,) = (one.record for one in driver.requests.out.publish)
+    (append,) = (entry.record for entry in driver.requests.out.publish)
     failed = decode_control(append.value)
     assert isinstance(failed, RequestFailed)
     assert (failed.error, failed.retryable) == (error, retryable)
@@ -230,8 +230,10 @@ def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_f
     driver = called(7)
     driver.ask(1, [1, 2, 7])
     effects = driver.give(EpisodeLost(request=KEY, message="killed"))
-    assert [type(one) for one in effects] == [CloseSession, Forget, OpenSession, AgentCall]
-    assert [one.start for one in effects[2:]] == [1, 1], "what the first still asks is not its call"
+    assert [type(effect) for effect in effects] == [CloseSession, Forget, OpenSession, AgentCall]
+    assert [effect.start for effect in effects[2:]] == [1, 1], (
+        "what the first still asks is not its call"
+    )
     (again,) = driver.ask(0, [1, 2])
     assert isinstance(again, AnswerCall) and (again.call, list(again.token_ids)) == (0, [7])
     assert driver.ask(1, [1, 2, 7]) == []

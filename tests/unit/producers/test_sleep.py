@@ -19,7 +19,7 @@ def asleep(worker: Worker) -> Assign:
 
 
 def ready(world: World) -> list[tuple[int, str]]:
-    return [(one.version, one.digest) for one in world.facts(WorkerReady)]
+    return [(fact.version, fact.digest) for fact in world.facts(WorkerReady)]
 
 
 def test_idle_worker_sleeps_at_once_and_wakes_with_the_version_that_it_is_assigned() -> None:

@@ -113,7 +113,7 @@ TEMPLATE = (
 def _added(directory: Path, *, template: str = "") -> Path:
     backend = bpe({"<s>", "<|im_end|>", "<tool_call>"})
     plain = ["<|im_start|>", "<answer>", "</answer>", "kilogram", "  ", "<think>", "</think>"]
-    backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in plain])
+    backend.add_tokens([AddedToken(row, normalized=False, special=False) for row in plain])
     backend.save(str(directory / "tokenizer.json"))
     names = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
@@ -123,7 +123,7 @@ def _added(directory: Path, *, template: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("token", "in_data", "seen"),
+    ("token", "in_data", "observed"),
     [
         ("<answer>", True, True),
         ("kilogram", True, True),
@@ -136,13 +136,13 @@ def _added(directory: Path, *, template: str = "") -> Path:
     ],
 )
 def test_data_become_words_and_rewards_see_all_but_special_tokens(
-    token: str, in_data: bool, seen: bool, tmp_path: Path
+    token: str, in_data: bool, observed: bool, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer(_added(tmp_path, template=TEMPLATE.replace("<answer>", "")))
     token_id = tokenizer.backend.token_to_id(token)
     assert (token_id in tokenizer.ids(f"a {token} b")) == in_data
     assert tokenizer.full_text(tokenizer.ids(f"a {token} b")) == f"a {token} b"
-    assert token_id is not None and (token in tokenizer.text([token_id])) == seen
+    assert token_id is not None and (token in tokenizer.text([token_id])) == observed
     assert bool(tokenizer.spelled(f"a {token} b")) != in_data
 
 

@@ -16,7 +16,7 @@ HEARTBEAT_NS = 500_000_000
 
 
 def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
-    place = ScheduledRequest(
+    request = ScheduledRequest(
         spec=spec_of(ordinal),
         trajectory=f"g{ordinal:010d}-000",
         sample=0,
@@ -27,9 +27,9 @@ def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
     params = setup_of(3).params["train"]
     return RequestState(
         key=f"g{ordinal:010d}-000/1",
-        place=place,
-        pin=place.spec.version,
-        served=Served(place.spec.version, place.spec.digest),
+        place=request,
+        pin=request.spec.version,
+        served=Served(request.spec.version, request.spec.digest),
         params=params,
         max_turns=1,
         seed=1,
@@ -52,14 +52,14 @@ def situation(**changes: Any) -> Situation:
 
 
 def test_worker_without_requests_waits_for_those_of_its_version() -> None:
-    (found,) = waits([], situation())
-    assert (found.name, found.words, found.limit) == ("requests", "requests of version 4", "work")
+    (wait,) = waits([], situation())
+    assert (wait.name, wait.words, wait.limit) == ("requests", "requests of version 4", "work")
 
 
 def test_loading_comes_before_everything_and_began_when_it_was_ordered() -> None:
-    (found,) = waits([request(Phase.WAITING)], situation(loading=9, loading_ns=7))
-    assert (found.name, found.key, found.since_ns, found.still) == ("weights", "9", 7, True)
-    assert list(found.blockers) == [Blocker("version", "9")]
+    (wait,) = waits([request(Phase.WAITING)], situation(loading=9, loading_ns=7))
+    assert (wait.name, wait.key, wait.since_ns, wait.still) == ("weights", "9", 7, True)
+    assert list(wait.blockers) == [Blocker("version", "9")]
 
 
 def test_worker_that_samples_waits_for_nothing() -> None:
@@ -75,26 +75,26 @@ def test_reward_that_takes_its_time_is_named_beside_the_work_from_its_oldest_on(
         request(Phase.REWARDING, 2, ago_ns=3 * HEARTBEAT_NS),
         request(Phase.REWARDING, 3, ago_ns=1),
     ]
-    (found,) = waits(rows, situation())
-    assert (found.name, found.words, found.still) == ("reward", "rewards (2)", False)
-    assert found.since_ns == NOW_NS - 3 * HEARTBEAT_NS
-    assert [one.id for one in found.blockers] == ["g0000000002-000", "g0000000001-000"]
+    (wait,) = waits(rows, situation())
+    assert (wait.name, wait.words, wait.still) == ("reward", "rewards (2)", False)
+    assert wait.since_ns == NOW_NS - 3 * HEARTBEAT_NS
+    assert [blocker.id for blocker in wait.blockers] == ["g0000000002-000", "g0000000001-000"]
 
 
 def test_engine_that_gives_no_token_for_long_is_waited_for() -> None:
     quiet = situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS)
     assert waits([request(Phase.RUNNING)], quiet) == []
-    (found,) = waits([request(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
-    assert (found.name, found.still) == ("tokens", True)
-    assert found.since_ns == NOW_NS - TOKENS_QUIET_NS - 1
+    (wait,) = waits([request(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
+    assert (wait.name, wait.still) == ("tokens", True)
+    assert wait.since_ns == NOW_NS - TOKENS_QUIET_NS - 1
 
 
 def test_agent_that_thinks_works_and_one_whose_call_is_under_way_is_not_waited_for() -> None:
     agent = request(Phase.AGENT, 1)
     agent.session = Session()
-    (found,) = waits([agent], situation())
-    assert (found.words, found.limit) == ("agents (1)", "work")
+    (wait,) = waits([agent], situation())
+    assert (wait.words, wait.limit) == ("agents (1)", "work")
     agent.session.open[CallKey("prompt", 0)] = "its call"
     answering = request(Phase.ANSWERING, 2)
-    (found,) = waits([agent, answering], situation())
-    assert (found.words, found.limit) == ("calls to be durable (1)", "short")
+    (wait,) = waits([agent, answering], situation())
+    assert (wait.words, wait.limit) == ("calls to be durable (1)", "short")

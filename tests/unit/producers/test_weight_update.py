@@ -29,8 +29,8 @@ def stays(*lengths: int) -> TokenSequence:
 
 
 def model(sequence: TokenSequence) -> list[tuple[int, int, int]]:
-    found: list[Segment] = [one for one in sequence.segments if one.kind == "model"]
-    return [(one.start, one.end, one.version) for one in found]
+    segments: list[Segment] = [segment for segment in sequence.segments if segment.kind == "model"]
+    return [(segment.start, segment.end, segment.version) for segment in segments]
 
 
 def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None:
@@ -44,12 +44,12 @@ def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None
 
 def test_progress_never_spans_two_versions() -> None:
     sequence = stays(3, 2, 4)
-    found, start = [], 0
+    result, start = [], 0
     while start < sequence.sampled_tokens:
         version, end = sequence.stretch(start, now=5)
-        found.append((version, start, end))
+        result.append((version, start, end))
         start = end
-    assert found == [(3, 0, 3), (4, 3, 5), (5, 5, 9)]
+    assert result == [(3, 0, 3), (4, 3, 5), (5, 5, 9)]
     assert sequence.stretch(4, now=5) == (4, 5)
     assert sequence.sampled_from(3, 5) == ([1, 1], [-1.0, -1.0], [-0.5, -0.5])
 
@@ -80,7 +80,7 @@ def test_chain_over_versions_is_taken_over_segment_by_segment() -> None:
 
 
 def why(chunks: list[Progress], newest: int | None) -> str | None:
-    tokens = sum(len(one.token_ids) for one in chunks)
+    tokens = sum(len(chunk.token_ids) for chunk in chunks)
     return chain_error(
         chunks, trajectory="t", version=3, digest=digest_of(3), tokens=tokens, newest=newest
     )
@@ -121,17 +121,17 @@ def test_running_request_goes_on_under_every_version_that_is_loaded() -> None:
     world.ticks(worker, 20)
     loaded(world, worker, 2)
     world.until_idle(worker)
-    (one,) = world.trajectories().values()
-    assert (one.version, one.digest) == (0, digest_of(0))
-    assert one.versions == [0, 1, 2]
-    assert one.sampled == LONG
-    assert [(each.version, each.digest) for each in one.meta.weights] == [
+    (trajectory,) = world.trajectories().values()
+    assert (trajectory.version, trajectory.digest) == (0, digest_of(0))
+    assert trajectory.versions == [0, 1, 2]
+    assert trajectory.sampled == LONG
+    assert [(each.version, each.digest) for each in trajectory.meta.weights] == [
         (1, digest_of(1)),
         (2, digest_of(2)),
     ]
-    assert mixing_error(one, 2) == ""
-    starts = [part.start for part in one.segments if part.kind == "model"]
-    assert list(one.meta.prefills) == starts
+    assert mixing_error(trajectory, 2) == ""
+    starts = [part.start for part in trajectory.segments if part.kind == "model"]
+    assert list(trajectory.meta.prefills) == starts
     (fact,) = world.facts(TrajectoryLogged)
     assert (fact.version, fact.digest) == (0, digest_of(0)), "it is reported as dispatched"
     assert [ready.version for ready in world.facts(WorkerReady)] == [0, 1, 2]
@@ -144,8 +144,8 @@ def test_worker_of_a_run_that_does_not_mix_versions_finishes_first() -> None:
     world.ticks(worker, 20)
     loaded(world, worker, 1)
     world.until_idle(worker)
-    (one,) = world.trajectories().values()
-    assert (one.versions, one.meta.weights) == ([0], ())
+    (trajectory,) = world.trajectories().values()
+    assert (trajectory.versions, trajectory.meta.weights) == ([0], ())
 
 
 def test_evaluation_is_finished_before_the_next_version_is_loaded() -> None:
@@ -156,8 +156,10 @@ def test_evaluation_is_finished_before_the_next_version_is_loaded() -> None:
     world.ticks(worker, 10)
     loaded(world, worker, 1)
     world.until_idle(worker)
-    found = {one.meta.purpose: one.versions for one in world.trajectories().values()}
-    assert found == {"eval": [0], "train": [0, 1]}
+    results = {
+        trajectory.meta.purpose: trajectory.versions for trajectory in world.trajectories().values()
+    }
+    assert results == {"eval": [0], "train": [0, 1]}
 
 
 def test_placement_under_an_older_version_is_taken_and_under_a_newer_one_refused() -> None:
@@ -168,17 +170,17 @@ def test_placement_under_an_older_version_is_taken_and_under_a_newer_one_refused
         world.place(worker, 2, version=1, purpose="eval"),
     )
     world.until_idle(worker)
-    refused = {one.trajectory: one.error for one in world.facts(RequestFailed)}
+    refused = {fact.trajectory: fact.error for fact in world.facts(RequestFailed)}
     assert refused == {"g0000000001-000": "OtherVersion", "e0000000002-000": "OtherVersion"}
-    (one,) = world.trajectories().values()
-    assert (one.version, one.versions) == (1, [2])
+    (entry,) = world.trajectories().values()
+    assert (entry.version, entry.versions) == (1, [2])
 
 
 def test_placement_with_other_weights_of_the_present_version_is_refused() -> None:
     world, worker = start(version=2)
-    place = world.place(worker, 0, version=2)
-    spec = msgspec.structs.replace(place.spec, digest=digest_of(9))
-    world.decide(msgspec.structs.replace(place, spec=spec))
+    request = world.place(worker, 0, version=2)
+    spec = msgspec.structs.replace(request.spec, digest=digest_of(9))
+    world.decide(msgspec.structs.replace(request, spec=spec))
     world.ticks(worker, 4)
     (failure,) = world.facts(RequestFailed)
     assert failure.error == "OtherVersion"
@@ -186,24 +188,28 @@ def test_placement_with_other_weights_of_the_present_version_is_refused() -> Non
 
 def test_request_that_leaves_its_worker_goes_on_elsewhere_from_a_chain_of_versions() -> None:
     world, worker = start()
-    place = world.place(worker, 0)
-    world.decide(place)
+    request = world.place(worker, 0)
+    world.decide(request)
     world.ticks(worker, 20)
     loaded(world, worker, 1)
     world.ticks(worker, 20)
     world.stop(worker)
-    (left,) = world.facts(WorkerLeft)
-    resume = left.progress[place.trajectory]
-    made = [decode_progress(record.value) for record in world.records(TOPICS.progress)]
-    assert [one.version for one in made] == sorted(one.version for one in made)
-    assert {one.version for one in made} == {0, 1}
-    assert all(one.digest == digest_of(one.version) for one in made)
-    assert all(point < 2 + one.start + len(one.token_ids) for one in made for point in one.prefills)
+    (fact,) = world.facts(WorkerLeft)
+    resume = fact.progress[request.trajectory]
+    progress = [decode_progress(record.value) for record in world.records(TOPICS.progress)]
+    assert [entry.version for entry in progress] == sorted(entry.version for entry in progress)
+    assert {entry.version for entry in progress} == {0, 1}
+    assert all(entry.digest == digest_of(entry.version) for entry in progress)
+    assert all(
+        point < 2 + progress.start + len(progress.token_ids)
+        for progress in progress
+        for point in progress.prefills
+    )
     other = world.start(2, worker="w1", partial_rollout=True, max_tokens=200)
     world.decide(world.place(other, 0, attempt=2, resume=resume))
     world.until_idle(other)
-    (one,) = world.trajectories().values()
-    assert one.versions == [0, 1, 2]
-    assert [part.worker for part in one.segments] == ["", "w0", "w0", "w1"]
-    assert [each.version for each in one.meta.weights] == [1, 2]
-    assert one.sampled == LONG
+    (trajectory,) = world.trajectories().values()
+    assert trajectory.versions == [0, 1, 2]
+    assert [part.worker for part in trajectory.segments] == ["", "w0", "w0", "w1"]
+    assert [each.version for each in trajectory.meta.weights] == [1, 2]
+    assert trajectory.sampled == LONG

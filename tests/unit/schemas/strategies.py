@@ -82,7 +82,7 @@ CONTROL = st.one_of([struct(kind) for kind in typing.get_args(control.AnyControl
 METRICS = st.one_of([struct(kind) for kind in typing.get_args(metrics.AnyMetrics)])
 ROUNDS = struct(rounds.Round)
 MANIFESTS = struct(policy.Manifest)
-TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda one: one.group)
+TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda value: value.group)
 
 
 @st.composite
@@ -95,17 +95,17 @@ def logprobs(draw: st.DrawFn, size: int) -> list[float]:
 @st.composite
 def segments(draw: st.DrawFn) -> list[Segment]:
     """Draw segments that tile a short sequence."""
-    found: list[Segment] = []
-    at = 0
+    segments: list[Segment] = []
+    position = 0
     for _ in range(draw(st.integers(0, 4))):
-        end = at + draw(st.integers(0, 6))
+        end = position + draw(st.integers(0, 6))
         kind: Any = draw(st.sampled_from(_words(SegmentKind)))
         if kind == "prompt" and not end:  # It would open an empty context.
             kind = "tool"
-        found.append(
+        segments.append(
             Segment(
                 kind=kind,
-                start=at,
+                start=position,
                 end=end,
                 turn=draw(st.integers(0, 9)),
                 start_ns=draw(WHOLE),
@@ -117,14 +117,14 @@ def segments(draw: st.DrawFn) -> list[Segment]:
                 ok=draw(st.booleans()),
             )
         )
-        at = end
-    return found
+        position = end
+    return segments
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     tiles = draw(segments())
-    mask = [int(one.kind == "model") for one in tiles for _ in range(one.start, one.end)]
+    mask = [int(tile.kind == "model") for tile in tiles for _ in range(tile.start, tile.end)]
     size = len(mask)
     own = _masked(draw(logprobs(size)), mask)
     sampler = own if draw(st.booleans()) else _masked(draw(logprobs(size)), mask)
@@ -152,31 +152,35 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 def _contexts(draw: st.DrawFn, tiles: Sequence[Segment], size: int) -> tuple[Context, ...]:
     """Draw one context per later prompt; an empty one is a prefix of an earlier one."""
-    starts = [one.start for one in tiles if one.kind == "prompt"][1:]
-    found: list[Context] = []
+    starts = [tile.start for tile in tiles if tile.kind == "prompt"][1:]
+    contexts: list[Context] = []
     for start, end in pairwise([*starts, size]):
-        before = lengths(found, start)  # of contexts that end where this one starts
-        parent = draw(st.sampled_from([at for at, one in enumerate(before) if one] or [-1]))
+        before = lengths(contexts, start)  # of contexts that end where this one starts
+        parent = draw(
+            st.sampled_from([index for index, entry in enumerate(before) if entry] or [-1])
+        )
         most = before[parent] if parent >= 0 else 0
         shared = draw(st.integers(1 if start == end else 0, most)) if most else 0
-        found.append(Context(start=start, parent=parent if shared else -1, shared=shared))
-    return tuple(found)
+        contexts.append(Context(start=start, parent=parent if shared else -1, shared=shared))
+    return tuple(contexts)
 
 
 def _calls(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[Call, ...]:
-    models = [one for one in tiles if one.kind == "model"]
+    models = [tile for tile in tiles if tile.kind == "model"]
     if draw(st.booleans()):
         return ()
     call = draw(struct(Call))
-    return tuple(msgspec.structs.replace(call, start=one.start, end=one.end) for one in models)
+    return tuple(
+        msgspec.structs.replace(call, start=model.start, end=model.end) for model in models
+    )
 
 
 def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:
-    others = dict.fromkeys(one.version for one in tiles if one.kind == "model")
-    others.pop(version, None)
+    rest = dict.fromkeys(tile.version for tile in tiles if tile.kind == "model")
+    rest.pop(version, None)
     if draw(st.booleans()):
         return ()
-    return tuple(Sampler(version=one, digest=draw(HEX)) for one in others)
+    return tuple(Sampler(version=other, digest=draw(HEX)) for other in rest)
 
 
 @st.composite
@@ -289,4 +293,4 @@ def rounded(values: Sequence[float | None]) -> Any:
 
 def _masked(values: list[float], mask: list[int]) -> list[float | None]:
     assert not any(math.isnan(value) for value in values)
-    return [value if one else None for value, one in zip(values, mask, strict=True)]
+    return [value if bit else None for value, bit in zip(values, mask, strict=True)]

@@ -39,9 +39,9 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Taken]:
     """Read each bomb in a separate process."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
-    for name, (made, _) in BOMBS.items():
+    for name, (created, _) in BOMBS.items():
         path = folder / name
-        path.write_bytes(made())
+        path.write_bytes(created())
         files.append(str(path))
     command = [sys.executable, "-m", "tests.support.arrow_bombs", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -63,14 +63,14 @@ def test_record_is_read_or_refused_within_its_bounds(name: str, taken: dict[str,
 
 
 def test_bombs_are_small_until_they_are_read(taken: dict[str, Taken]) -> None:
-    sizes = [one.size for name, one in taken.items() if BOMBS[name][1]]
+    sizes = [decision.size for name, decision in taken.items() if BOMBS[name][1]]
     assert len(sizes) >= 18
     assert sum(sizes) < 8 * 1024 * 1024
 
 
 def test_metadata_of_every_record_are_below_their_bound() -> None:
-    for one in (TRAJECTORY, PROGRESS, TURN_PROGRESS, EPISODE_PROGRESS):
-        for layout in (one, one.routed):
+    for entry in (TRAJECTORY, PROGRESS, TURN_PROGRESS, EPISODE_PROGRESS):
+        for layout in (entry, entry.routed):
             row = pa.RecordBatch.from_arrays(
                 [pa.nulls(1, field.type) for field in layout.schema], schema=layout.schema
             )
@@ -88,9 +88,9 @@ def test_what_could_not_be_read_is_not_written() -> None:
 
 def _sealed(**columns: object) -> list[pa.Array]:
     batch = pa.ipc.open_stream(RAW).read_next_batch()
-    made = dict(zip(batch.schema.names, batch.columns, strict=True))
+    created = dict(zip(batch.schema.names, batch.columns, strict=True))
     for name, value in columns.items():
-        made[name] = pa.array(
+        created[name] = pa.array(
             [list(value) if isinstance(value, bytes) else value], batch.schema.field(name).type
         )
-    return list(made.values())
+    return list(created.values())

@@ -27,8 +27,8 @@ CHANGES: list[tuple[str, Any]] = [
 
 def with_first(**changes: Any) -> list[TakenGroup]:
     first, *rest = GROUPS
-    one, *others = first.trajectories
-    changed = (msgspec.structs.replace(one, **changes), *others)
+    entry, *others = first.trajectories
+    changed = (msgspec.structs.replace(entry, **changes), *others)
     return [msgspec.structs.replace(first, trajectories=changed), *rest]
 
 
@@ -45,7 +45,7 @@ def test_every_part_of_a_group_counts(name: str, value: Any) -> None:
 
 def test_missing_trajectory_or_group_counts() -> None:
     first = msgspec.structs.replace(GROUPS[0], trajectories=GROUPS[0].trajectories[:1])
-    digests = {batch_digest(one) for one in (GROUPS, GROUPS[:1], [first, *GROUPS[1:]], [])}
+    digests = {batch_digest(entry) for entry in (GROUPS, GROUPS[:1], [first, *GROUPS[1:]], [])}
     assert len(digests) == 4
 
 

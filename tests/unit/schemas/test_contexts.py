@@ -27,14 +27,14 @@ from tests.unit.schemas.strategies import trajectories
 
 def test_every_context_comes_back_as_a_sequence_of_its_own() -> None:
     value, _ = encode_trajectory(branched())
-    found = list(contexts_of(decode_trajectory(value)))
-    assert [list(one.token_ids) for one in found] == [
+    contexts = list(contexts_of(decode_trajectory(value)))
+    assert [list(trajectory.token_ids) for trajectory in contexts] == [
         [0, 1, 2, 3, 4, 5, 6, 7],
         [8, 9, 10, 11],
         [0, 1, 2, 12],
         [0, 1, 2, 12, 13, 14, 15],
     ]
-    assert [one.own for one in found] == [0, 0, 3, 4]
+    assert [context.own for context in contexts] == [0, 0, 3, 4]
 
 
 def test_what_another_context_sampled_is_given_and_has_no_log_prob() -> None:
@@ -45,10 +45,10 @@ def test_what_another_context_sampled_is_given_and_has_no_log_prob() -> None:
 
 @given(trajectories())
 def test_each_sampled_token_is_trained_once(trajectory: Trajectory) -> None:
-    found = list(contexts_of(trajectory))
-    assert sum(int(one.loss_mask.sum()) for one in found) == trajectory.sampled
-    assert [one.own + len(one.loss_mask[one.own :]) for one in found] == [
-        len(one.token_ids) for one in found
+    contexts = list(contexts_of(trajectory))
+    assert sum(int(trajectory.loss_mask.sum()) for trajectory in contexts) == trajectory.sampled
+    assert [tokens.own + len(tokens.loss_mask[tokens.own :]) for tokens in contexts] == [
+        len(trajectory.token_ids) for trajectory in contexts
     ]
 
 
@@ -81,29 +81,29 @@ def test_what_is_counted_is_what_contexts_have_behind_their_first_token(
     places = counted_places(trajectory).tolist()
     rows = rows_of(trajectory)
     assert counted_tokens(trajectory) == [int(sum(mask[1:])) for _, mask, _ in rows]
-    assert [trajectory.token_ids[at] for at in places] == [
-        token for ids, mask, _ in rows for token, one in zip(ids[1:], mask[1:], strict=True) if one
+    assert [trajectory.token_ids[position] for position in places] == [
+        token for ids, mask, _ in rows for token, bit in zip(ids[1:], mask[1:], strict=True) if bit
     ]
-    known = [
+    earlier_rows = [
         value
         for _, mask, values in rows
-        for value, one in zip(values[1:], mask[1:], strict=True)
-        if one
+        for value, bit in zip(values[1:], mask[1:], strict=True)
+        if bit
     ]
-    recorded = np.array([trajectory.logprobs[at] for at in places], np.float32)
-    assert np.array_equal(recorded, np.array(known, np.float32))
+    recorded = np.array([trajectory.logprobs[position] for position in places], np.float32)
+    assert np.array_equal(recorded, np.array(earlier_rows, np.float32))
 
 
 @given(trajectories())
 def test_what_stood_before_a_token_is_the_beginning_of_its_context(trajectory: Trajectory) -> None:
-    for one in contexts_of(trajectory):
-        for at in range(one.own, len(one.token_ids)):
-            before = tokens_before(trajectory, one.start + at - one.own)
-            assert before == one.token_ids[:at].tolist()
+    for tokens in contexts_of(trajectory):
+        for index in range(tokens.own, len(tokens.token_ids)):
+            before = tokens_before(trajectory, tokens.start + index - tokens.own)
+            assert before == tokens.token_ids[:index].tolist()
 
 
 def _served() -> Trajectory:
-    one = branched()
+    trajectory = branched()
     spans = [(3, 5, 0), (6, 8, 0), (10, 12, 0), (12, 13, 1), (14, 16, 0)]
     calls = tuple(
         msgspec.structs.replace(
@@ -111,7 +111,9 @@ def _served() -> Trajectory:
             start=start,
             end=end,
             occurrence=again,
-            seed=call_seed(one.meta.seed, prompt_digest(tokens_before(one, start)), again),
+            seed=call_seed(
+                trajectory.meta.seed, prompt_digest(tokens_before(trajectory, start)), again
+            ),
         )
         for start, end, again in spans
     )

@@ -22,8 +22,8 @@ BYTES_MAX = 100_000
 def test_value_is_kept_byte_for_byte_and_the_reason_is_readable() -> None:
     value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     assert value == DEAD_LETTER.value
-    said = msgspec.json.decode(dict(headers)[HEADER])
-    assert (said["topic"], said["offset"], said["reason"]) == (
+    text = msgspec.json.decode(dict(headers)[HEADER])
+    assert (text["topic"], text["offset"], text["reason"]) == (
         "demo.trajectories",
         91,
         DEAD_LETTER.reason,
@@ -34,8 +34,8 @@ def test_value_that_does_not_fit_is_left_out_but_named() -> None:
     large = replace(DEAD_LETTER, value=b"x" * BYTES_MAX)
     value, headers = encode_dead_letter(large, max_record_bytes=BYTES_MAX)
     assert value == b""
-    said = msgspec.json.decode(dict(headers)[HEADER])
-    assert (said["bytes"], said["kept"]) == (BYTES_MAX, False)
+    text = msgspec.json.decode(dict(headers)[HEADER])
+    assert (text["bytes"], text["kept"]) == (BYTES_MAX, False)
     assert decode_dead_letter(value, headers) == replace(large, value=None)
 
 
@@ -63,15 +63,15 @@ def test_endless_reason_is_cut() -> None:
 
 def test_value_that_was_changed_afterwards_is_refused() -> None:
     value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
-    with pytest.raises(SchemaError, match="not the one that was kept") as found:
+    with pytest.raises(SchemaError, match="not the one that was kept") as raised:
         decode_dead_letter(value + b"x", headers)
-    assert found.value.path == "$.value"
+    assert raised.value.path == "$.value"
 
 
 def test_record_without_the_header_is_no_dead_letter() -> None:
-    with pytest.raises(SchemaError, match="header is missing") as found:
+    with pytest.raises(SchemaError, match="header is missing") as raised:
         decode_dead_letter(b"", [("run", b"demo")])
-    assert found.value.path == "$.headers.dead-letter"
+    assert raised.value.path == "$.headers.dead-letter"
 
 
 def test_key_that_is_not_base64_is_refused() -> None:

@@ -30,8 +30,8 @@ def with_extra(record: msgspec.Struct) -> bytes:
 
     def grow(value: Any) -> Any:
         if isinstance(value, dict):
-            return {**{key: grow(one) for key, one in value.items()}, **EXTRA}
-        return [grow(one) for one in value] if isinstance(value, list) else value
+            return {**{key: grow(entry) for key, entry in value.items()}, **EXTRA}
+        return [grow(entry) for entry in value] if isinstance(value, list) else value
 
     plain = msgspec.json.decode(encode(record))
     free = {key: plain[key] for key in ("config", "args", "metrics", "settings", "numerics")
@@ -40,12 +40,12 @@ def with_extra(record: msgspec.Struct) -> bytes:
     return msgspec.json.encode({**grow(plain), **free, **progress})
 
 
-@pytest.mark.parametrize("record", values.CONTROL, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("record", values.CONTROL, ids=lambda value: type(value).__name__)
 def test_control_record_with_later_fields_is_read(record: control.AnyControl) -> None:
     assert control.decode_control(with_extra(record)) == record
 
 
-@pytest.mark.parametrize("record", values.METRICS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("record", values.METRICS, ids=lambda value: type(value).__name__)
 def test_metrics_record_with_later_fields_is_read(record: metrics.AnyMetrics) -> None:
     assert metrics.decode_metrics(with_extra(record)) == record
 
@@ -55,9 +55,9 @@ def test_round_with_later_fields_is_read() -> None:
     plain |= EXTRA
     plain["decisions"][0] |= EXTRA
     plain["decisions"][0]["spec"] |= EXTRA
-    place = plain["decisions"][1]
-    place["samples"][0][2].append("later")
-    place["samples"][1].append("later")
+    index = plain["decisions"][1]
+    index["samples"][0][2].append("later")
+    index["samples"][1].append("later")
     plain["observations"][0] |= EXTRA
     assert rounds.decode_round(msgspec.json.encode(plain)) == values.ROUND
 
@@ -68,14 +68,14 @@ def test_record_of_a_later_kind_is_kept_and_named(decode: Any) -> None:
     assert decode(raw) == Unknown(kind="later-kind", raw=raw)
 
 
-@pytest.mark.parametrize("place", ["decisions", "observations"])
-def test_round_with_a_later_kind_inside_is_refused_with_its_place(place: str) -> None:
+@pytest.mark.parametrize("index", ["decisions", "observations"])
+def test_round_with_a_later_kind_inside_is_refused_with_its_place(index: str) -> None:
     plain = msgspec.json.decode(encode(values.ROUND))
-    plain[place].insert(1, {"kind": "later-kind", "reason": "a fold must not skip this"})
-    with pytest.raises(SchemaError) as found:
+    plain[index].insert(1, {"kind": "later-kind", "reason": "a fold must not skip this"})
+    with pytest.raises(SchemaError) as raised:
         rounds.decode_round(msgspec.json.encode(plain))
-    assert found.value.path.startswith(f"$.{place}[")
-    assert "later-kind" in str(found.value)
+    assert raised.value.path.startswith(f"$.{index}[")
+    assert "later-kind" in str(raised.value)
 
 
 def test_a_record_of_other_columns_is_refused() -> None:
@@ -105,7 +105,7 @@ def columns_of(value: bytes) -> dict[str, pa.Array]:
 def sealed(columns: dict[str, pa.Array]) -> bytes:
     """Write these columns with Arrow's own writer."""
     schema = TRAJECTORY.schema if list(columns) == TRAJECTORY.schema.names else None
-    if schema is not None and any(columns[one.name].type != one.type for one in schema):
+    if schema is not None and any(columns[key.name].type != key.type for key in schema):
         schema = None
     batch = pa.record_batch(columns, schema=schema)
     sink = pa.BufferOutputStream()

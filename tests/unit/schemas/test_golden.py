@@ -63,7 +63,7 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "decode", "expected"), JSON, ids=[one[0] for one in JSON])
+@pytest.mark.parametrize(("name", "decode", "expected"), JSON, ids=[entry[0] for entry in JSON])
 def test_json_record_has_its_golden_value_and_bytes(
     name: str, decode: Callable[[bytes], Any], expected: msgspec.Struct
 ) -> None:
@@ -108,16 +108,16 @@ def test_dead_letter_has_its_golden_value_and_bytes() -> None:
     value = (V1 / "dead-letters/value.bin").read_bytes()
     pairs = make.pairs_from_bytes((V1 / "dead-letters/headers.txt").read_bytes())
     assert decode_dead_letter(value, pairs) == arrow_values.DEAD_LETTER
-    made = make.files()
-    assert made["dead-letters/value.bin"] == value
-    assert made["dead-letters/headers.txt"] == make.pairs_to_bytes(pairs)
+    files = make.files()
+    assert files["dead-letters/value.bin"] == value
+    assert files["dead-letters/headers.txt"] == make.pairs_to_bytes(pairs)
 
 
 def test_every_record_kind_has_golden_bytes() -> None:
-    wanted = {f"control/{kind}.json" for kind in control.KINDS}
-    wanted |= {f"metrics/{kind}.json" for kind in metrics.KINDS}
-    assert {f"control/{make.kind_of(one)}.json" for one in values.CONTROL} <= wanted
-    missing = sorted(name for name in wanted | set(make.files()) if not (V1 / name).exists())
+    expected = {f"control/{kind}.json" for kind in control.KINDS}
+    expected |= {f"metrics/{kind}.json" for kind in metrics.KINDS}
+    assert {f"control/{make.kind_of(fact)}.json" for fact in values.CONTROL} <= expected
+    missing = sorted(name for name in expected | set(make.files()) if not (V1 / name).exists())
     assert missing == [], "run python -m tests.golden.make"
 
 
@@ -129,7 +129,7 @@ def test_every_topic_has_golden_bytes() -> None:
 def test_golden_round_has_every_observation_and_decision() -> None:
     later = [
         decision
-        for one in (
+        for entry in (
             later_values.ROUND_HALT,
             later_values.ROUND_EARLY_STOP,
             later_values.ROUND_PARTS,
@@ -137,9 +137,9 @@ def test_golden_round_has_every_observation_and_decision() -> None:
             later_values.ROUND_SCORED,
             later_values.ROUND_IMPATIENT,
         )
-        for decision in one.decisions
+        for decision in entry.decisions
     ]
-    for union, found in (
+    for union, result in (
         (
             rounds.AnyObservation,
             (
@@ -150,7 +150,7 @@ def test_golden_round_has_every_observation_and_decision() -> None:
         ),
         (rounds.AnyDecision, (*values.ROUND.decisions, *later)),
     ):
-        assert {type(one) for one in found} == set(typing.get_args(union))
+        assert {type(entry) for entry in result} == set(typing.get_args(union))
 
 
 LATER = (
@@ -210,14 +210,14 @@ TRAJECTORIES = (
 
 
 def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
-    seen: dict[type[msgspec.Struct], set[str]] = {}
+    observed: dict[type[msgspec.Struct], set[str]] = {}
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *LATER):
-        _note_fields(record, msgspec.json.decode(encode(record)), seen)
-    for meta in (one.meta for one in TRAJECTORIES):
-        _note_fields(meta, msgspec.json.decode(encode(meta)), seen)
+        _note_fields(record, msgspec.json.decode(encode(record)), observed)
+    for meta in (trajectory.meta for trajectory in TRAJECTORIES):
+        _note_fields(meta, msgspec.json.decode(encode(meta)), observed)
     missing = {
         kind.__name__: sorted(set(kind.__struct_encode_fields__) - names)
-        for kind, names in seen.items()
+        for kind, names in observed.items()
     }
     assert {kind: names for kind, names in missing.items() if names} == {}
 
@@ -235,16 +235,16 @@ def test_digests_of_the_golden_values_are_pinned() -> None:
 
 
 def _note_fields(
-    record: msgspec.Struct, plain: Any, seen: dict[type[msgspec.Struct], set[str]]
+    record: msgspec.Struct, plain: Any, observed: dict[type[msgspec.Struct], set[str]]
 ) -> None:
     if not isinstance(plain, dict):
         return
-    seen.setdefault(type(record), set()).update(plain)
+    observed.setdefault(type(record), set()).update(plain)
     for name in plain:
         value = getattr(record, name, None)
         for one, inner in _pairs(value, plain[name]):
             if isinstance(one, msgspec.Struct):
-                _note_fields(one, inner, seen)
+                _note_fields(one, inner, observed)
 
 
 def _pairs(value: Any, plain: Any) -> list[tuple[Any, Any]]:

@@ -19,15 +19,15 @@ REQUIRED = [name for name in Headers.__struct_fields__ if name != "traceparent"]
 
 
 def pairs_with(**changes: bytes | None) -> list[tuple[str, bytes]]:
-    found: dict[str, bytes | None] = {**dict(header_pairs(HEADERS)), **changes}
-    return [(name, value) for name, value in found.items() if value is not None]
+    results: dict[str, bytes | None] = {**dict(header_pairs(HEADERS)), **changes}
+    return [(name, value) for name, value in results.items() if value is not None]
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_missing_header_is_named(name: str) -> None:
-    with pytest.raises(SchemaError, match="header is missing") as found:
+    with pytest.raises(SchemaError, match="header is missing") as raised:
         parse_headers(pairs_with(**{name: None}))
-    assert found.value.path == f"$.headers.{name}"
+    assert raised.value.path == f"$.headers.{name}"
 
 
 def test_missing_traceparent_is_nothing_to_complain_about() -> None:
@@ -39,40 +39,40 @@ def test_missing_traceparent_is_nothing_to_complain_about() -> None:
 @pytest.mark.parametrize("name", REQUIRED)
 def test_header_that_is_there_twice_is_named(name: str) -> None:
     pairs = pairs_with()
-    with pytest.raises(SchemaError, match="twice") as found:
-        parse_headers([*pairs, *(one for one in pairs if one[0] == name)])
-    assert found.value.path == f"$.headers.{name}"
+    with pytest.raises(SchemaError, match="twice") as raised:
+        parse_headers([*pairs, *(pair for pair in pairs if pair[0] == name)])
+    assert raised.value.path == f"$.headers.{name}"
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_header_that_is_not_ascii_is_named(name: str) -> None:
-    with pytest.raises(SchemaError, match="not ASCII") as found:
+    with pytest.raises(SchemaError, match="not ASCII") as raised:
         parse_headers(pairs_with(**{name: b"\xc3\xb6"}))
-    assert found.value.path == f"$.headers.{name}"
+    assert raised.value.path == f"$.headers.{name}"
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"1.0", b"+1", b" 1", b"01", b"1_0", b"0x1", b"-", b"9" * 20]
 )
 def test_version_that_is_not_a_plain_integer_is_refused(text: bytes) -> None:
-    with pytest.raises(SchemaError, match="not an integer") as found:
+    with pytest.raises(SchemaError, match="not an integer") as raised:
         parse_headers(pairs_with(version=text))
-    assert found.value.path == "$.headers.version"
+    assert raised.value.path == "$.headers.version"
 
 
 @pytest.mark.parametrize("text", [b"nan", b"inf", b"-inf", b"1e999", b"high", b"None"])
 def test_reward_that_is_not_a_finite_number_is_refused(text: bytes) -> None:
-    with pytest.raises(SchemaError, match="not a finite number") as found:
+    with pytest.raises(SchemaError, match="not a finite number") as raised:
         parse_headers(pairs_with(reward=text))
-    assert found.value.path == "$.headers.reward"
+    assert raised.value.path == "$.headers.reward"
 
 
 @pytest.mark.parametrize("name", ["digest", "sha256"])
 @pytest.mark.parametrize("text", [b"", b"a1", b"A1" * 32, b"zz" * 32, b"a1" * 33])
 def test_digest_that_is_none_is_refused(name: str, text: bytes) -> None:
-    with pytest.raises(SchemaError, match="64 hex digits") as found:
+    with pytest.raises(SchemaError, match="64 hex digits") as raised:
         parse_headers(pairs_with(**{name: text}))
-    assert found.value.path == f"$.headers.{name}"
+    assert raised.value.path == f"$.headers.{name}"
 
 
 @pytest.mark.parametrize("reward", [None, 0.0, -0.0, 1 / 3, -1e300, 5e-324])
@@ -88,9 +88,9 @@ def test_evaluation_has_its_deadline_of_minus_one() -> None:
 
 def test_worker_name_that_is_not_ascii_is_refused_by_the_writer() -> None:
     meta = msgspec.structs.replace(TRAJECTORY.meta, worker="w\u00f6")
-    with pytest.raises(SchemaError, match="not ASCII") as found:
+    with pytest.raises(SchemaError, match="not ASCII") as raised:
         header_pairs(describe(replace(TRAJECTORY, meta=meta), sha256="ab" * 32))
-    assert found.value.path == "$.headers.worker"
+    assert raised.value.path == "$.headers.worker"
 
 
 def test_headers_of_a_trajectory_say_what_it_says() -> None:
@@ -137,14 +137,14 @@ def _outcome(pairs: Any) -> Any:
 def test_headers_in_another_order_say_the_same(data: st.DataObject) -> None:
     """Written order has a fast path."""
     pairs = list(header_pairs(HEADERS))
-    for place in data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=2)):
+    for index in data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=2)):
         strange = st.sampled_from([b"", b"1", b"-0", b"1.5", b"nan", b"a\nb", b"\n", b"x" * 501])
-        pairs[place] = pairs[place][0], data.draw(strange | st.binary(max_size=4))
+        pairs[index] = pairs[index][0], data.draw(strange | st.binary(max_size=4))
     assert _outcome(pairs) == _outcome([*pairs, ("of a later version", b"\xff")])
     if isinstance(expected := _outcome(pairs), Headers):
         assert _outcome(pairs[::-1]) == expected
 
 
 def test_text_with_a_newline_is_what_it_says() -> None:
-    found = parse_headers(pairs_with(worker=b"a\nb"))
-    assert (found.worker, found.incarnation) == ("a\nb", HEADERS.incarnation)
+    headers = parse_headers(pairs_with(worker=b"a\nb"))
+    assert (headers.worker, headers.incarnation) == ("a\nb", HEADERS.incarnation)

@@ -65,18 +65,20 @@ def mutations(draw: st.DrawFn, of: bytes) -> bytes:
     """Draw bytes with changed bits, runs or lengths."""
     data = bytearray(of)
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, len(data) - 1)))
+        position = draw(st.integers(0, max(0, len(data) - 1)))
         how = draw(st.integers(0, 4))
         if how == 0 and data:
-            data[at] ^= 1 << draw(st.integers(0, 7))
+            data[position] ^= 1 << draw(st.integers(0, 7))
         elif how == 1:
-            data[at : at + 1] = draw(st.binary(max_size=4))
+            data[position : position + 1] = draw(st.binary(max_size=4))
         elif how == 2:
-            del data[at : at + draw(st.integers(1, 16))]
+            del data[position : position + draw(st.integers(1, 16))]
         elif how == 3:
-            data[at : at + 8] = struct.pack("<q", draw(st.integers(-(2**63), 2**63 - 1)))
+            data[position : position + 8] = struct.pack(
+                "<q", draw(st.integers(-(2**63), 2**63 - 1))
+            )
         else:
-            del data[at:]
+            del data[position:]
     return bytes(data)
 
 
@@ -99,16 +101,16 @@ def expect_read_or_refused(decode: Decode, data: bytes) -> bool:
 def test_random_bytes_are_refused_by_every_reader_or_of_an_unknown_kind(data: bytes) -> None:
     for decode in DECODERS:
         try:
-            found = decode(data)
+            decoded = decode(data)
         except SchemaError:
             continue
-        assert isinstance(found, Unknown)
-        assert found.raw == data
+        assert isinstance(decoded, Unknown)
+        assert decoded.raw == data
 
 
 @pytest.mark.parametrize("digits", ["1" * 5000, "1e999", "-1e999", "NaN", "Infinity", "1.5"])
 def test_number_that_is_none_is_refused(digits: str) -> None:
-    commit = next(one for one in values.CONTROL if isinstance(one, StepCommitted))
+    commit = next(event for event in values.CONTROL if isinstance(event, StepCommitted))
     changed = encode(commit).replace(b'"step":4', b'"step":' + digits.encode())
     with pytest.raises(SchemaError):
         decode_control(changed)
@@ -146,15 +148,15 @@ def test_mutated_headers_are_read_or_refused(
     more: list[tuple[str, bytes]], data: st.DataObject
 ) -> None:
     pairs = [*header_pairs(arrow_values.HEADERS), *more]
-    place = data.draw(st.integers(0, len(pairs) - 1))
-    pairs[place] = (pairs[place][0], data.draw(mutations(pairs[place][1])))
+    index = data.draw(st.integers(0, len(pairs) - 1))
+    pairs[index] = (pairs[index][0], data.draw(mutations(pairs[index][1])))
     expect_read_or_refused(lambda _: parse_headers(pairs), b"")
 
 
 @given(st.data())
 def test_mutated_dead_letter_is_read_or_refused(data: st.DataObject) -> None:
-    made = make.files()
-    header = dict(make.pairs_from_bytes(made["dead-letters/headers.txt"]))[HEADER]
+    files = make.files()
+    header = dict(make.pairs_from_bytes(files["dead-letters/headers.txt"]))[HEADER]
     mutated = data.draw(mutations(header))
     expect_read_or_refused(
         lambda value: decode_dead_letter(value, [(HEADER, mutated)]), b"\xde\xad"
@@ -213,9 +215,9 @@ def test_compressed_arrow_body_is_refused_because_nothing_bounds_it(codec: str) 
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_another_number_of_rows_is_refused(rows: int) -> None:
-    one = pa.ipc.open_stream(arrow_frame.decompress(ARROW[0][1])).read_all()
-    table = pa.concat_tables([one] * rows) if rows else one.slice(0, 0)
-    (batch,) = table.combine_chunks().to_batches() or [one.to_batches()[0].slice(0, 0)]
+    entry = pa.ipc.open_stream(arrow_frame.decompress(ARROW[0][1])).read_all()
+    table = pa.concat_tables([entry] * rows) if rows else entry.slice(0, 0)
+    (batch,) = table.combine_chunks().to_batches() or [entry.to_batches()[0].slice(0, 0)]
     with pytest.raises(SchemaError, match=f"{rows} rows instead of 1"):
         decode_trajectory(stream_of(batch))
 

@@ -82,7 +82,7 @@ def test_every_row_comes_once_per_data_epoch(run_seed: int, data_epoch: int, row
 
 def test_data_epochs_and_runs_have_different_orders() -> None:
     orders = {
-        tuple(prompt_index(seed, incarnation * 50 + place, 50)[1] for place in range(50))
+        tuple(prompt_index(seed, incarnation * 50 + index, 50)[1] for index in range(50))
         for seed in (1, 2)
         for incarnation in (0, 1)
     }

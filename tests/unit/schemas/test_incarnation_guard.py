@@ -22,9 +22,9 @@ def reader_at(ordinal: int, incarnation: int = 0) -> IncarnationGuard:
 def test_rounds_follow_one_another_from_any_first_one_through_incarnations() -> None:
     guard = reader_at(17, incarnation=2)
     for ordinal, incarnation in ((18, 2), (19, 2), (20, 3), (21, 5)):
-        found = guard.read(ordinal, value(ordinal, incarnation))
-        assert found is not None
-        assert (found.ordinal, found.incarnation) == (ordinal, incarnation)
+        actual_round = guard.read(ordinal, value(ordinal, incarnation))
+        assert actual_round is not None
+        assert (actual_round.ordinal, actual_round.incarnation) == (ordinal, incarnation)
 
 
 def test_a_round_of_an_older_orchestrator_is_not_obeyed_and_changes_nothing() -> None:

@@ -18,32 +18,32 @@ PROGRESS = st.dictionaries(NAMES, RESUMES)
 
 
 def status(progress: dict[str, Resume], *, since: bool = False, **more: object) -> WorkerStatus:
-    one = msgspec.structs.replace(STATUS_SINCE, since=since, ended=(), progress=progress)
-    return msgspec.structs.replace(one, **more)
+    entry = msgspec.structs.replace(STATUS_SINCE, since=since, ended=(), progress=progress)
+    return msgspec.structs.replace(entry, **more)
 
 
 def change(before: dict[str, Resume], after: dict[str, Resume]) -> WorkerStatus:
-    newer = {name: one for name, one in after.items() if before.get(name) != one}
+    newer = {name: entry for name, entry in after.items() if before.get(name) != entry}
     return status(newer, since=True, ended=tuple(sorted(before.keys() - after.keys())))
 
 
 @given(st.lists(PROGRESS, min_size=1))
 def test_changes_merged_in_order_are_the_whole(wholes: list[dict[str, Resume]]) -> None:
-    told = merged(None, status(wholes[0]))
+    reply = merged(None, status(wholes[0]))
     for before, after in pairwise(wholes):
-        told = merged(told, change(before, after))
-        assert told == status(after)
+        reply = merged(reply, change(before, after))
+        assert reply == status(after)
 
 
 @given(PROGRESS, PROGRESS, PROGRESS)
 def test_who_begins_in_the_middle_says_nothing_wrong_and_is_whole_with_the_next_whole_status(
     first: dict[str, Resume], second: dict[str, Resume], third: dict[str, Resume]
 ) -> None:
-    told = merged(None, change(first, second))
-    assert told.progress.items() <= second.items()
-    told = merged(told, change(second, third))
-    assert told.progress.items() <= third.items()
-    assert merged(told, status(third)) == status(third)
+    reply = merged(None, change(first, second))
+    assert reply.progress.items() <= second.items()
+    reply = merged(reply, change(second, third))
+    assert reply.progress.items() <= third.items()
+    assert merged(reply, status(third)) == status(third)
 
 
 def test_another_incarnation_has_nothing_of_the_one_before() -> None:

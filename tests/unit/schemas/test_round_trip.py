@@ -149,7 +149,8 @@ def test_numpy_arrays_are_written_like_lists_with_nan_for_none() -> None:
 def test_sampler_log_probs_are_not_written_twice_when_they_are_equal() -> None:
     doubled = replace(PLAIN_TRAJECTORY, sampler_logprobs=[None, -0.5])
     plain, other = (
-        len(zstandard.decompress(encode_trajectory(one)[0])) for one in (PLAIN_TRAJECTORY, doubled)
+        len(zstandard.decompress(encode_trajectory(entry)[0]))
+        for entry in (PLAIN_TRAJECTORY, doubled)
     )
     assert plain < other
     assert decode_trajectory(encode_trajectory(doubled)[0]).sampler_logprobs == [None, -0.5]
@@ -184,4 +185,4 @@ def test_any_arrow_reader_opens_a_trajectory() -> None:
 def _reordered(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _reordered(value[key]) for key in reversed(value)}
-    return [_reordered(one) for one in value] if isinstance(value, list) else value
+    return [_reordered(entry) for entry in value] if isinstance(value, list) else value

@@ -53,10 +53,10 @@ NAME = "g0000000001-002"
 
 def entries(ids: Sequence[int], *, experts: int = 8, start: int = 0) -> Routes:
     choices = np.full((len(ids) - start, 2, 2), none_of(experts), "u1")
-    for at in range(max(1, start), len(ids)):
-        seed = crc32(repr(list(ids[:at])).encode())
+    for index in range(max(1, start), len(ids)):
+        seed = crc32(repr(list(ids[:index])).encode())
         drawn = np.random.default_rng(seed).random((2, experts)).argsort(-1)
-        choices[at - start] = drawn[:, :2]
+        choices[index - start] = drawn[:, :2]
     return Routes.of(choices, experts)
 
 
@@ -72,17 +72,17 @@ def test_a_record_comes_back_with_its_experts_and_without_them_has_the_bytes_it_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda one: one.part(1), "bytes for 6 tokens"),
-        (lambda one: msgspec.structs.replace(one, experts=4), "each once"),
-        (lambda one: Routes.of(one.choices * 0 + 255, 8), "a sampled token without experts"),
-        (lambda one: msgspec.structs.replace(one, layers=0), "no sizes of a mixture"),
+        (lambda value: value.part(1), "bytes for 6 tokens"),
+        (lambda value: msgspec.structs.replace(value, experts=4), "each once"),
+        (lambda value: Routes.of(value.choices * 0 + 255, 8), "a sampled token without experts"),
+        (lambda value: msgspec.structs.replace(value, layers=0), "no sizes of a mixture"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_writer(change: object, why: str) -> None:
     plain = make_trajectory(NAME)
-    found = change(entries(plain.token_ids))  # type: ignore[operator]
+    actual_change = change(entries(plain.token_ids))  # type: ignore[operator]
     with pytest.raises(SchemaError, match=why):
-        encode_trajectory(replace(plain, routed_experts=found))
+        encode_trajectory(replace(plain, routed_experts=actual_change))
 
 
 def test_an_expert_that_is_named_twice_is_for_the_reader_to_refuse() -> None:
@@ -104,12 +104,12 @@ def test_what_is_refused_is_what_is_no_set_of_experts_wherever_it_stands(
     chance = np.random.default_rng(data.draw(st.integers(0, 99)))
     choices = chance.random((tokens, layers, 4 if experts == 4 else 200)).argsort(-1)
     choices = choices[:, :, :per_token]
-    for at in data.draw(st.sets(st.integers(0, tokens - 1))):
-        choices[at] = none_of(experts)
+    for position in data.draw(st.sets(st.integers(0, tokens - 1))):
+        choices[position] = none_of(experts)
     for _ in range(data.draw(st.integers(0, 2))):
-        place = tuple(data.draw(st.integers(0, most - 1)) for most in choices.shape)
-        choices[place] = data.draw(st.sampled_from([0, 1, 3, 4, none_of(experts)]))
-    entries = [one.tolist() for one in choices if not (one == none_of(experts)).all()]
+        index = tuple(data.draw(st.integers(0, most - 1)) for most in choices.shape)
+        choices[index] = data.draw(st.sampled_from([0, 1, 3, 4, none_of(experts)]))
+    entries = [choice.tolist() for choice in choices if not (choice == none_of(experts)).all()]
     sound = all(
         len({*chosen}) == per_token and max(chosen) < experts
         for entry in entries
@@ -119,38 +119,40 @@ def test_what_is_refused_is_what_is_no_set_of_experts_wherever_it_stands(
         check_routes(Routes.of(choices.astype(np.uint16), experts), tokens)
 
 
-@pytest.mark.parametrize("at", [BLOCK_NUMBERS - 1, BLOCK_NUMBERS, 2 * BLOCK_NUMBERS + 5])
-def test_many_entries_are_looked_at_to_their_last_number(at: int) -> None:
+@pytest.mark.parametrize("position", [BLOCK_NUMBERS - 1, BLOCK_NUMBERS, 2 * BLOCK_NUMBERS + 5])
+def test_many_entries_are_looked_at_to_their_last_number(position: int) -> None:
     choices = np.tile(np.arange(8, dtype="u1"), (BLOCK_NUMBERS // 3 // 8 * 7, 1, 1))
     check_routes(Routes.of(choices, 128), len(choices))
     flat = choices.reshape(-1)
-    flat[at] = flat[at - 1 if at % 8 else at + 1]
+    flat[position] = flat[position - 1 if position % 8 else position + 1]
     with pytest.raises(SchemaError) as caught:
         check_routes(Routes.of(choices, 128), len(choices))
-    assert f"$.routed_experts[{at // 8}]" in str(caught.value.message + str(caught.value.path))
+    assert f"$.routed_experts[{position // 8}]" in str(
+        caught.value.message + str(caught.value.path)
+    )
 
 
 @given(st.data())
 def test_a_sequence_that_grows_has_what_came_and_nothing_else(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=20))
-    whole, growing, known = entries(ids), GrowingRoutes(), 0
-    while known < len(ids) and data.draw(st.booleans()):
-        end = data.draw(st.integers(known + 1, len(ids)))
-        growing.add(whole.part(known, end), end)
-        known = end
+    full_entries, growing, known_before = entries(ids), GrowingRoutes(), 0
+    while known_before < len(ids) and data.draw(st.booleans()):
+        end = data.draw(st.integers(known_before + 1, len(ids)))
+        growing.add(full_entries.part(known_before, end), end)
+        known_before = end
         if data.draw(st.booleans()):
-            known = data.draw(st.integers(0, known))
-            growing.cut(known)
-    assert growing.known == known
-    found = growing.between(0, len(ids))
-    if found is not None:
-        assert found.part(0, known) == whole.part(0, known)
-        assert (found.choices[known:] == none_of(8)).all()
+            known_before = data.draw(st.integers(0, known_before))
+            growing.cut(known_before)
+    assert growing.known == known_before
+    between = growing.between(0, len(ids))
+    if between is not None:
+        assert between.part(0, known_before) == full_entries.part(0, known_before)
+        assert (between.choices[known_before:] == none_of(8)).all()
 
 
 def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
     prompt, sampled = [5, 6, 7], [1, 2, 3, 4]
-    whole = entries([*prompt, *sampled])
+    full_entries = entries([*prompt, *sampled])
     chunks = []
     for start, end in ((0, 3), (3, 4)):
         first = len(prompt) + start if start else 0
@@ -168,7 +170,7 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
             prefills=(3,),
             previous=-1,
             started_ns=1,
-            routed_experts=whole.part(first, len(prompt) + end),
+            routed_experts=full_entries.part(first, len(prompt) + end),
         )
         read = decode_any_progress(encode_any_progress(progress))
         assert isinstance(read, Progress)
@@ -177,7 +179,7 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
     assert prompt_error(chunks, 4) == "a progress record has experts of 6 tokens"
     sequence = TokenSequence(prompt, at_ns=1)
     sequence.resume(chunks)
-    assert sequence.routes.between(0, 7) == whole
+    assert sequence.routes.between(0, 7) == full_entries
     assert sequence.routes.known == 7
 
 
@@ -242,13 +244,13 @@ def test_every_context_has_the_experts_of_all_its_tokens() -> None:
         ([1, 2, 3, 4, 9, 8, 8, 2], [3]),
     ]
     for prompt, sampled in calls:
-        place = tree.place(prompt)
-        routes = entries([*prompt, *sampled], start=len(prompt) - len(place.given_ids))
-        turn = placed(replace(turn_of(tree, prompt, sampled), routed_experts=routes), place)
+        index = tree.place(prompt)
+        routes = entries([*prompt, *sampled], start=len(prompt) - len(index.given_ids))
+        turn = placed(replace(turn_of(tree, prompt, sampled), routed_experts=routes), index)
         assert tree.add(turn) == ""
     record = tree.record()
     sequence, plain = record.sequence, make_trajectory(NAME)
-    found = replace(
+    result = replace(
         plain,
         token_ids=sequence.token_ids,
         logprobs=sequence.logprobs,
@@ -258,12 +260,12 @@ def test_every_context_has_the_experts_of_all_its_tokens() -> None:
         routed_experts=sequence.routes.between(0, len(sequence)),
         meta=msgspec.structs.replace(plain.meta, contexts=record.contexts),
     )
-    read = view_trajectory(encode_trajectory(found)[0])
+    read = view_trajectory(encode_trajectory(result)[0])
     assert len(record.contexts) == 2
-    for one in contexts_of(read):
-        choices = choices_of(read, one.number)
+    for tokens in contexts_of(read):
+        choices = choices_of(read, tokens.number)
         assert choices is not None
-        assert np.array_equal(choices, entries(one.token_ids.tolist()).choices)
+        assert np.array_equal(choices, entries(tokens.token_ids.tolist()).choices)
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:

@@ -37,9 +37,9 @@ def changed_to(changes: Mapping[str, Any], sound: Trajectory = SOUND) -> Traject
     return replace(sound, **rest, meta=msgspec.structs.replace(sound.meta, **meta))
 
 
-def changed(values: Any, place: int, value: Any) -> list[Any]:
+def changed(values: Any, index: int, value: Any) -> list[Any]:
     copy = list(values)
-    copy[place] = value
+    copy[index] = value
     return copy
 
 
@@ -47,8 +47,8 @@ IDS, LOGPROBS = SOUND.token_ids, SOUND.logprobs
 SAMPLER, MASK = SOUND.sampler_logprobs, SOUND.loss_mask
 
 
-def tile(place: int, **changes: Any) -> list[Segment]:
-    return changed(TILES, place, msgspec.structs.replace(TILES[place], **changes))
+def tile(index: int, **changes: Any) -> list[Segment]:
+    return changed(TILES, index, msgspec.structs.replace(TILES[index], **changes))
 
 
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
@@ -111,20 +111,20 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("changes", "path", "why"), [one[1:] for one in BROKEN], ids=[one[0] for one in BROKEN]
+    ("changes", "path", "why"), [entry[1:] for entry in BROKEN], ids=[entry[0] for entry in BROKEN]
 )
 def test_broken_trajectory_is_refused_by_the_writer_with_its_path(
     changes: dict[str, Any], path: str, why: str
 ) -> None:
-    with pytest.raises(SchemaError, match=why) as found:
+    with pytest.raises(SchemaError, match=why) as raised:
         encode_trajectory(changed_to(changes))
-    assert found.value.path == path
+    assert raised.value.path == path
 
 
 def test_weights_of_other_versions_are_named_in_the_order_of_their_segments() -> None:
-    with pytest.raises(SchemaError, match="versions of its") as found:
+    with pytest.raises(SchemaError, match="versions of its") as raised:
         encode_trajectory(changed_to({"weights": MIXED.meta.weights[::-1]}, MIXED))
-    assert found.value.path == "$.meta.weights"
+    assert raised.value.path == "$.meta.weights"
 
 
 FOREIGN: list[tuple[str, Any, str]] = [
@@ -149,17 +149,17 @@ FOREIGN: list[tuple[str, Any, str]] = [
 def test_broken_record_of_another_writer_is_refused_by_the_reader(
     name: str, value: Any, path: str
 ) -> None:
-    with pytest.raises(SchemaError) as found:
+    with pytest.raises(SchemaError) as raised:
         decode_trajectory(rewritten(**{name: value}))
-    assert found.value.path == path
+    assert raised.value.path == path
 
 
 def test_reader_says_which_key_of_the_json_column_is_wrong() -> None:
     meta = msgspec.json.decode(msgspec.json.encode(SOUND.meta))
     meta["times"]["scheduled"] = "yesterday"
-    with pytest.raises(SchemaError, match="Expected `int`, got `str`") as found:
+    with pytest.raises(SchemaError, match="Expected `int`, got `str`") as raised:
         decode_trajectory(rewritten(meta_json=[msgspec.json.encode(meta).decode()]))
-    assert found.value.path == "$.meta.times.scheduled"
+    assert raised.value.path == "$.meta.times.scheduled"
 
 
 def test_empty_trajectory_without_tokens_is_a_record_too() -> None:
@@ -196,9 +196,9 @@ def test_sampled_and_valid_say_what_the_arrays_and_the_reward_say() -> None:
     ],
 )
 def test_broken_progress_is_refused_with_its_path(changes: dict[str, Any], path: str) -> None:
-    with pytest.raises(SchemaError) as found:
+    with pytest.raises(SchemaError) as raised:
         encode_progress(replace(PROGRESS, **changes))
-    assert found.value.path == path
+    assert raised.value.path == path
 
 
 def test_progress_is_not_read_as_a_trajectory_nor_a_trajectory_as_progress() -> None:
@@ -226,11 +226,11 @@ def rewritten(**columns: Any) -> bytes:
 
 def by(*versions: int) -> Trajectory:
     prompt, *stays = MIXED.segments
-    made = [
-        msgspec.structs.replace(one, version=version)
-        for one, version in zip(stays, versions, strict=True)
+    created = [
+        msgspec.structs.replace(stay, version=version)
+        for stay, version in zip(stays, versions, strict=True)
     ]
-    return replace(MIXED, segments=[prompt, *made])
+    return replace(MIXED, segments=[prompt, *created])
 
 
 @pytest.mark.parametrize(

@@ -54,22 +54,22 @@ PLACES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-@pytest.mark.parametrize(("kind", "change", "path"), PLACES, ids=[one[2] for one in PLACES])
+@pytest.mark.parametrize(("kind", "change", "path"), PLACES, ids=[entry[2] for entry in PLACES])
 def test_number_that_is_not_finite_is_refused_with_its_place(
     kind: str, change: Any, path: str, value: float
 ) -> None:
     record = msgspec.structs.replace(BY_KIND[kind], **change(value))
-    with pytest.raises(SchemaError, match="not a finite number") as found:
+    with pytest.raises(SchemaError, match="not a finite number") as raised:
         encode(record)
-    assert found.value.path == path
+    assert raised.value.path == path
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
 def test_number_that_is_not_finite_is_refused_inside_a_round(value: float) -> None:
     batch = msgspec.structs.replace(TAKE_BATCH, settings={"trainer.learning_rate": value})
-    with pytest.raises(SchemaError) as found:
+    with pytest.raises(SchemaError) as raised:
         encode(msgspec.structs.replace(ROUND, decisions=(ROUND.decisions[0], batch)))
-    assert found.value.path == "$.decisions[1].settings.trainer.learning_rate"
+    assert raised.value.path == "$.decisions[1].settings.trainer.learning_rate"
 
 
 def test_null_that_means_unknown_is_written() -> None:
@@ -135,9 +135,9 @@ def test_value_that_json_cannot_say_is_refused(value: Any) -> None:
 
 def test_wrong_content_of_a_known_kind_is_named_with_its_path() -> None:
     data = encode(BY_KIND["BatchRefused"]).replace(b'"sha256 differs"', b"17")
-    with pytest.raises(SchemaError, match="Expected `str`, got `int`") as found:
+    with pytest.raises(SchemaError, match="Expected `str`, got `int`") as raised:
         control.decode_control(data)
-    assert found.value.path == "$.offenders[0].reason"
+    assert raised.value.path == "$.offenders[0].reason"
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b'{"kind":null}', b"{", b"\xff"])
@@ -179,7 +179,7 @@ def test_chain_depends_on_what_was_folded_and_where_it_ends(
     left: bytes, right: bytes, offset: int
 ) -> None:
     def chain(*folded: bytes) -> str:
-        parts = b"".join(rounds.fold_bytes(offset + n, one) for n, one in enumerate(folded))
+        parts = b"".join(rounds.fold_bytes(offset + n, entry) for n, entry in enumerate(folded))
         return rounds.chain_of(rounds.GENESIS_CHAIN, parts, ROUND)
 
     assert chain(left, right) == chain(left, right)
@@ -202,7 +202,7 @@ def test_chain_depends_on_every_part_of_the_round_but_itself() -> None:
         {"decisions": ()},
         {"state_digest": None},
     ]
-    assert len({chain(), *(chain(**one) for one in changes)}) == 1 + len(changes)
+    assert len({chain(), *(chain(**change) for change in changes)}) == 1 + len(changes)
     assert rounds.chain_of("11" * 32, b"", ROUND) != chain()
 
 

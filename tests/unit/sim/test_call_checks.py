@@ -39,47 +39,47 @@ class Recorder(AgentObserver):
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
         for record in records:
             if record.topic.endswith(".decisions"):
-                for one in decode_round(record.value).decisions:
-                    if isinstance(one, Dispatch):
-                        self.steps.append(("dispatched", (one.spec,)))
+                for decision in decode_round(record.value).decisions:
+                    if isinstance(decision, Dispatch):
+                        self.steps.append(("dispatched", (decision.spec,)))
             elif record.topic.endswith((".progress", ".trajectories")):
                 self.steps.append(("landed", (record, -1 if role is None else role.number)))
 
     def wrap(self, role: Role, machine: Machine) -> Machine:
         return machine
 
-    def began(self, *said: Any) -> None:
-        self.steps.append(("began", said))
+    def began(self, *text: Any) -> None:
+        self.steps.append(("began", text))
 
-    def asked(self, *said: Any) -> None:
-        self.steps.append(("asked", said))
+    def asked(self, *text: Any) -> None:
+        self.steps.append(("asked", text))
 
-    def refused(self, *said: Any) -> None:
-        self.steps.append(("refused", said))
+    def refused(self, *text: Any) -> None:
+        self.steps.append(("refused", text))
 
-    def answered(self, *said: Any) -> None:
-        self.steps.append(("answered", said))
+    def answered(self, *text: Any) -> None:
+        self.steps.append(("answered", text))
 
 
 @pytest.fixture(scope="module")
 def sound() -> list[Step]:
     scenario = replace(draw(SEED), faults={})
-    seen = Recorder()
+    recorder = Recorder()
     parts = FaultyParts(
         delays=scenario.delays,
         steps_max=scenario.steps_max,
         injector=FaultInjector(scenario),
-        observer=seen,
+        observer=recorder,
     )
     with World(
         scenario.config,
         workers=scenario.workers[: scenario.first],
         parts=parts,
         seed=SEED,
-        observer=seen,
+        observer=recorder,
     ) as world:
         assert world.run(until_ns=600 * SECOND_NS)
-    return seen.steps
+    return recorder.steps
 
 
 def found(steps: Sequence[Step]) -> str:
@@ -88,8 +88,8 @@ def found(steps: Sequence[Step]) -> str:
 
     checks = CallChecks(wrong)
     try:
-        for name, said in steps:
-            getattr(checks, name)(*said)
+        for name, text in steps:
+            getattr(checks, name)(*text)
     except InvariantBroken as error:
         return error.message.partition(":")[0]
     assert checks.counted["call answered"] > 50
@@ -98,9 +98,9 @@ def found(steps: Sequence[Step]) -> str:
 
 def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -> list[Step]:
     """Change the twentieth answer."""
-    (at,) = [at for at, one in enumerate(steps) if one[0] == "answered"][20:21]
-    name, (incarnation, prompt, answer) = steps[at]
-    return [*steps[:at], (name, (incarnation, prompt, change(answer))), *steps[at + 1 :]]
+    (index,) = [index for index, step in enumerate(steps) if step[0] == "answered"][20:21]
+    name, (incarnation, prompt, answer) = steps[index]
+    return [*steps[:index], (name, (incarnation, prompt, change(answer))), *steps[index + 1 :]]
 
 
 def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
@@ -108,10 +108,10 @@ def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
 
 
 def test_answer_that_is_not_in_the_log_is_found(sound: list[Step]) -> None:
-    told = next(at for at, one in enumerate(sound) if one[0] == "answered")
-    late = [one for one in sound[:told] if one[0] == "landed"]
+    reply = next(index for index, step in enumerate(sound) if step[0] == "answered")
+    late = [step for step in sound[:reply] if step[0] == "landed"]
     assert late
-    assert found([one for one in sound if one not in late]) == "calls"
+    assert found([step for step in sound if step not in late]) == "calls"
 
 
 def test_answer_of_another_seed_or_version_is_found(sound: list[Step]) -> None:
@@ -132,17 +132,19 @@ def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
 
 
 def test_record_with_an_answer_that_its_agent_has_not_heard_is_found(sound: list[Step]) -> None:
-    told = next(at for at, one in enumerate(sound) if one[0] == "answered")
-    assert found([*sound[:told], *sound[told + 1 :]]) == "calls"
+    reply = next(index for index, step in enumerate(sound) if step[0] == "answered")
+    assert found([*sound[:reply], *sound[reply + 1 :]]) == "calls"
 
 
 def test_record_tells_of_each_token_once(sound: list[Step]) -> None:
-    records = [said[0] for name, said in sound if name == "landed"]
+    records = [text[0] for name, text in sound if name == "landed"]
     logged = [
-        decode_trajectory(one.value) for one in records if one.topic.endswith(".trajectories")
+        decode_trajectory(record.value)
+        for record in records
+        if record.topic.endswith(".trajectories")
     ]
-    several = [one for one in logged if one.meta.contexts]
-    assert several and all(strange_token(one) is None for one in logged)
-    for one in several:
-        assert length_of(list(answers_of(one))) == one.length
+    several = [trajectory for trajectory in logged if trajectory.meta.contexts]
+    assert several and all(strange_token(fact) is None for fact in logged)
+    for entry in several:
+        assert length_of(list(answers_of(entry))) == entry.length
     assert length_of([((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 2, 9), (6,))]) == 3 + 2 + 2

@@ -66,11 +66,11 @@ class Recorder:
 
 
 def sound_run() -> list[Record]:
-    seen = Recorder([])
-    with World(CONFIG, workers=PLANS, observer=seen) as world:
+    recorder = Recorder([])
+    with World(CONFIG, workers=PLANS, observer=recorder) as world:
         assert world.run(until_ns=600 * SECOND_NS)
-        wanted = (world.topics.control, world.topics.decisions)
-    return [record for record in seen.records if record.topic in wanted]
+        expected = (world.topics.control, world.topics.decisions)
+    return [record for record in recorder.records if record.topic in expected]
 
 
 def decoded(record: Record) -> Any:
@@ -82,38 +82,38 @@ def decoded(record: Record) -> Any:
 def changed(
     records: Iterable[Record], kind: type, change: Callable[[Any], Any], nth: int = 0
 ) -> list[Record]:
-    found: list[Record] = []
+    results: list[Record] = []
     for record in records:
         value = decoded(record)
         if isinstance(value, Round):
             decisions: list[Any] = []
-            for one in value.decisions:
-                if isinstance(one, kind):
-                    one, nth = (change(one) if nth == 0 else one), nth - 1
-                decisions += one if isinstance(one, list) else [one]
+            for decision in value.decisions:
+                if isinstance(decision, kind):
+                    decision, nth = (change(decision) if nth == 0 else decision), nth - 1
+                decisions += decision if isinstance(decision, list) else [decision]
             value = put(value, decisions=tuple(decisions))
         elif isinstance(value, kind):
             value, nth = (change(value) if nth == 0 else value), nth - 1
-        found.append(replace(record, value=encode(value)))
+        results.append(replace(record, value=encode(value)))
     assert nth < 0, f"there are not so many of {kind.__name__}"
-    return rechained(found)
+    return rechained(results)
 
 
 def rechained(records: Sequence[Record]) -> list[Record]:
     control: list[Record] = []
-    found, chain = [], GENESIS_CHAIN
+    result, chain = [], GENESIS_CHAIN
     for record in records:
         value = decoded(record)
         if isinstance(value, Round):
-            folded = [one for one in control if one.offset < value.control_next]
-            control = [one for one in control if one.offset >= value.control_next]
-            content = b"".join(fold_bytes(one.offset, one.value) for one in folded)
+            folded = [record for record in control if record.offset < value.control_next]
+            control = [record for record in control if record.offset >= value.control_next]
+            content = b"".join(fold_bytes(record.offset, record.value) for record in folded)
             chain = chain_of(chain, content, value)
             record = replace(record, value=encode(put(value, chain=chain)))
         else:
             control.append(record)
-        found.append(record)
-    return found
+        result.append(record)
+    return result
 
 
 def finding(records: Iterable[Record]) -> str:
@@ -139,11 +139,11 @@ def test_nothing_is_found_in_a_sound_run(stream: list[Record]) -> None:
 
 
 def _spec(**changes: Any) -> Callable[[Any], Any]:
-    return lambda one: put(one, spec=put(one.spec, **changes))
+    return lambda value: put(value, spec=put(value.spec, **changes))
 
 
 def _first_sample(**changes: Any) -> Callable[[Any], Any]:
-    return lambda one: put(one, samples=(put(one.samples[0], **changes), *one.samples[1:]))
+    return lambda value: put(value, samples=(put(value.samples[0], **changes), *value.samples[1:]))
 
 
 def _other_record(batch: TakeBatch) -> TakeBatch:
@@ -153,36 +153,36 @@ def _other_record(batch: TakeBatch) -> TakeBatch:
     return put(batch, groups=(group, *batch.groups[1:]))
 
 
-def _moved_to_itself(place: Schedule) -> list[Any]:
-    one = place.requests()[0]
+def _moved_to_itself(schedule: Schedule) -> list[Any]:
+    entry = schedule.requests()[0]
     return [
-        place,
+        schedule,
         Migrate(
             reason="t",
-            trajectory=one.trajectory,
-            attempt=one.attempt,
-            worker=place.worker,
-            incarnation=place.incarnation,
-            to=place.worker,
-            to_incarnation=place.incarnation,
+            trajectory=entry.trajectory,
+            attempt=entry.attempt,
+            worker=schedule.worker,
+            incarnation=schedule.incarnation,
+            to=schedule.worker,
+            to_incarnation=schedule.incarnation,
         ),
     ]
 
 
-def _crowded(place: Schedule) -> Schedule:
-    return put(place, samples=place.samples * 7)
+def _crowded(schedule: Schedule) -> Schedule:
+    return put(schedule, samples=schedule.samples * 7)
 
 
-def _cancelled_elsewhere(place: Schedule) -> list[Any]:
-    one = place.requests()[0]
+def _cancelled_elsewhere(schedule: Schedule) -> list[Any]:
+    entry = schedule.requests()[0]
     cancel = Cancel(
         reason="t",
-        trajectory=one.trajectory,
-        attempt=one.attempt + 1,
-        worker=place.worker,
-        incarnation=place.incarnation,
+        trajectory=entry.trajectory,
+        attempt=entry.attempt + 1,
+        worker=schedule.worker,
+        incarnation=schedule.incarnation,
     )
-    return [place, cancel]
+    return [schedule, cancel]
 
 
 def _fenced(assign: Assign) -> list[Any]:
@@ -190,31 +190,31 @@ def _fenced(assign: Assign) -> list[Any]:
 
 
 CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
-    ("outcome", End, lambda one: put(one, outcome="failed"), 0),
-    ("C2", End, lambda one: [one, one], 0),
-    ("decisions", Dispatch, lambda one: [one, one], 0),
-    ("steps", Schedule, lambda one: [one, StopRun(reason="t")], 0),
-    ("decisions", Dispatch, lambda one: _spec(deadline=one.spec.deadline + 1)(one), 3),
-    ("decisions", Schedule, lambda one: put(one, incarnation=one.incarnation + 1), 0),
-    ("decisions", Schedule, lambda one: [one, one], 0),
+    ("outcome", End, lambda value: put(value, outcome="failed"), 0),
+    ("C2", End, lambda value: [value, value], 0),
+    ("decisions", Dispatch, lambda value: [value, value], 0),
+    ("steps", Schedule, lambda value: [value, StopRun(reason="t")], 0),
+    ("decisions", Dispatch, lambda value: _spec(deadline=value.spec.deadline + 1)(value), 3),
+    ("decisions", Schedule, lambda value: put(value, incarnation=value.incarnation + 1), 0),
+    ("decisions", Schedule, lambda value: [value, value], 0),
     ("placement", Schedule, _crowded, 0),
     ("placement", Schedule, _cancelled_elsewhere, 0),
     ("binding", TakeBatch, _other_record, 0),
-    ("decisions", TakeBatch, lambda one: put(one, step=one.step + 1), 0),
-    ("decisions", TakeBatch, lambda one: put(one, groups=one.groups[1:]), 0),
-    ("batches", StepCommitted, lambda one: put(one, groups=one.groups[1:]), 0),
-    ("steps", StepCommitted, lambda one: put(one, step=one.step + 1), 1),
-    ("steps", StepCommitted, lambda one: put(one, digest_before="0" * 64), 1),
-    ("assign", Assign, lambda one: [one, one], 0),
+    ("decisions", TakeBatch, lambda value: put(value, step=value.step + 1), 0),
+    ("decisions", TakeBatch, lambda value: put(value, groups=value.groups[1:]), 0),
+    ("batches", StepCommitted, lambda value: put(value, groups=value.groups[1:]), 0),
+    ("steps", StepCommitted, lambda value: put(value, step=value.step + 1), 1),
+    ("steps", StepCommitted, lambda value: put(value, digest_before="0" * 64), 1),
+    ("assign", Assign, lambda value: [value, value], 0),
     ("lease", Assign, _fenced, 0),
     ("decisions", Schedule, _first_sample(attempt=2), 0),
     ("progress", Schedule, _first_sample(resume=Resume(tokens=4, partition=0, offset=1)), 0),
-    ("C1", WorkerReady, lambda one: put(one, digest="0" * 64), 0),
-    ("decisions", Assign, lambda one: put(one, digest="0" * 64), 0),
-    ("decisions", Dispatch, lambda one: _spec(version=one.spec.version + 1)(one), 0),
+    ("C1", WorkerReady, lambda value: put(value, digest="0" * 64), 0),
+    ("decisions", Assign, lambda value: put(value, digest="0" * 64), 0),
+    ("decisions", Dispatch, lambda value: _spec(version=value.spec.version + 1)(value), 0),
     ("move", Schedule, _moved_to_itself, 0),
-    ("incarnations", RoleStarted, lambda one: put(one, incarnation=one.incarnation + 1), 0),
-    ("steps", StepCommitted, lambda one: put(one, incarnation=one.incarnation + 1), 0),
+    ("incarnations", RoleStarted, lambda value: put(value, incarnation=value.incarnation + 1), 0),
+    ("steps", StepCommitted, lambda value: put(value, incarnation=value.incarnation + 1), 0),
 ]
 
 
@@ -222,44 +222,50 @@ CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
 def test_what_was_changed_is_found_by_its_checker(
     stream: list[Record], check: str, kind: type, change: Callable[[Any], Any], nth: int
 ) -> None:
-    found = finding(changed(stream, kind, change, nth))
-    assert found.partition(":")[0] == check, found
+    result = finding(changed(stream, kind, change, nth))
+    assert result.partition(":")[0] == check, result
 
 
 def test_round_that_was_changed_or_left_out_is_found(stream: list[Record]) -> None:
-    rounds = [at for at, one in enumerate(stream) if isinstance(decoded(one), Round)]
-    at = rounds[5]
-    assert finding(stream[:at] + stream[at + 1 :]).startswith("rounds: ")
-    later = msgspec.structs.replace(decoded(stream[at]), now_ns=10**19)
-    forged = [*stream[:at], _with(stream[at], later), *stream[at + 1 :]]
+    rounds = [index for index, record in enumerate(stream) if isinstance(decoded(record), Round)]
+    position = rounds[5]
+    assert finding(stream[:position] + stream[position + 1 :]).startswith("rounds: ")
+    later = msgspec.structs.replace(decoded(stream[position]), now_ns=10**19)
+    forged = [*stream[:position], _with(stream[position], later), *stream[position + 1 :]]
     assert finding(forged).startswith("rounds: ")
 
 
 def test_dispatch_while_paused_is_found(stream: list[Record]) -> None:
-    first = [at for at, one in enumerate(stream) if isinstance(decoded(one), RoleStarted)][-1]
+    first = [
+        index for index, record in enumerate(stream) if isinstance(decoded(record), RoleStarted)
+    ][-1]
     pause = _with(stream[first], Command(at_ns=1, user="t", verb="pause"), key=b"user")
     paused = [*stream[:first], pause, *stream[first + 1 :]]
-    assert finding(changed(paused, Command, lambda one: one)).startswith("admission: ")
+    assert finding(changed(paused, Command, lambda value: value)).startswith("admission: ")
 
 
 def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> None:
-    left = [at for at, one in enumerate(stream) if isinstance(decoded(one), WorkerLeft)]
-    gone = decoded(stream[left[0]])
+    remaining_stream = [
+        index for index, record in enumerate(stream) if isinstance(decoded(record), WorkerLeft)
+    ]
+    removed = decoded(stream[remaining_stream[0]])
     ready = WorkerReady(
         at_ns=9,
-        worker=gone.worker,
-        incarnation=gone.incarnation,
+        worker=removed.worker,
+        incarnation=removed.incarnation,
         version=0,
         digest="0" * 64,
         load_ms=1.0,
     )
     late = [*stream, _with(stream[-1], ready)]
     assert finding(late).startswith("retired: ")
-    assert finding([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
+    assert finding([*stream, stream[remaining_stream[0]]]) == "", (
+        "an append that is repeated is none"
+    )
 
 
 def test_group_without_an_outcome_is_found(stream: list[Record]) -> None:
-    before = next(at for at, one in enumerate(stream) if b'"end"' in one.value)
+    before = next(index for index, record in enumerate(stream) if b'"end"' in record.value)
     assert finding(stream[:before]).startswith("outcome: ")
 
 

@@ -70,10 +70,13 @@ def test_adapter_comes_back_as_it_was_and_names_its_base(store: PolicyStore) -> 
     adapter = adapter_on(store, base)
     manifest = publish(store, adapter)
     path = store.weights_path(manifest.digest)
-    found = read_adapter(path, digest=manifest.digest)
-    assert (found.base, found.scale, found.rank) == (base, 2.0, 4)
-    assert found.pairs.keys() == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"}
-    for layer, pair in found.pairs.items():
+    actual_adapter = read_adapter(path, digest=manifest.digest)
+    assert (actual_adapter.base, actual_adapter.scale, actual_adapter.rank) == (base, 2.0, 4)
+    assert actual_adapter.pairs.keys() == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.down_proj",
+    }
+    for layer, pair in actual_adapter.pairs.items():
         for mine, theirs in zip(pair, adapter.pairs[layer], strict=True):
             assert np.array_equal(mine, theirs)
     assert base_of(path) == base
@@ -90,13 +93,13 @@ def test_merged_with_a_base_in_bfloat16_a_number_is_rounded_once(
     path = tmp_path / "merged"
     adapter = random_adapter(store.weights_path(base), base, seed=0, dtype="bfloat16")
     assert write_merged(store.weights_path(base), adapter, path).dtype == "bfloat16"
-    before, after = (patterns(one) for one in (store.weights_path(base), path))
+    before, after = (patterns(entry) for entry in (store.weights_path(base), path))
     for name, bits in before.items():
         pair = adapter.pairs.get(name.removesuffix(".weight"))
         if pair is None:
             assert np.array_equal(after[name], bits)
             continue
-        a, b = (one.astype(np.float64) for one in pair)
+        a, b = (side.astype(np.float64) for side in pair)
         exact = widened(bits).astype(np.float64).reshape(len(b), -1) + 2.0 * (b @ a)
         _assert_nearest(after[name].reshape(exact.shape), exact)
 
@@ -112,20 +115,20 @@ def test_numbers_of_any_width_are_rounded_to_the_nearest_once(numbers: list[floa
 
 
 def _assert_nearest(bits: np.ndarray, exact: np.ndarray) -> None:
-    found = np.abs(widened(bits).astype(np.float64) - exact)
+    result = np.abs(widened(bits).astype(np.float64) - exact)
     for step in (-1, 1):
         beside = (bits.astype(np.int64) + step).clip(0, 0xFFFF).astype(np.uint16)
         numbers = widened(beside).astype(np.float64)
         other = np.where(np.isfinite(numbers), np.abs(numbers - exact), np.inf)
-        assert bool((found <= other).all())
-        assert not bool(((found == other) & (bits % 2 == 1) & (beside != bits)).any())
+        assert bool((result <= other).all())
+        assert not bool(((result == other) & (bits % 2 == 1) & (beside != bits)).any())
 
 
 def patterns(path: Path) -> dict[str, np.ndarray]:
     with mapped(path) as data:
         return {
-            one.name: np.frombuffer(bytes(data[one.start : one.end]), "<u2")
-            for one in read_entries(path)
+            entry.name: np.frombuffer(bytes(data[entry.start : entry.end]), "<u2")
+            for entry in read_entries(path)
         }
 
 
@@ -138,8 +141,8 @@ def test_merged_weights_are_the_base_and_the_product(store: PolicyStore, tmp_pat
     assert before.keys() == after.keys()
     for name, matrix in before.items():
         pair = adapter.pairs.get(name.removesuffix(".weight"))
-        wanted = matrix if pair is None else matrix + 2.0 * (pair[1] @ pair[0])
-        assert np.allclose(after[name], wanted, atol=1e-5), name
+        expected = matrix if pair is None else matrix + 2.0 * (pair[1] @ pair[0])
+        assert np.allclose(after[name], expected, atol=1e-5), name
         assert (pair is None) == np.array_equal(after[name], matrix)
 
 
@@ -153,17 +156,17 @@ def test_exported_adapter_has_the_names_shapes_and_keys_that_peft_reads(
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    shapes = {one.name: one.shape for one in read_entries(out / "adapter_model.safetensors")}
+    shapes = {entry.name: entry.shape for entry in read_entries(out / "adapter_model.safetensors")}
     assert shapes == {
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8),
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (8, 4),
         "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (4, 12),
         "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight": (8, 4),
     }
-    found = tensors(out / "adapter_model.safetensors")
+    actual_tensors = tensors(out / "adapter_model.safetensors")
     for layer, (a, b) in adapter.pairs.items():
-        assert np.array_equal(found[f"base_model.model.{layer}.lora_A.weight"], a)
-        assert np.array_equal(found[f"base_model.model.{layer}.lora_B.weight"], b)
+        assert np.array_equal(actual_tensors[f"base_model.model.{layer}.lora_A.weight"], a)
+        assert np.array_equal(actual_tensors[f"base_model.model.{layer}.lora_B.weight"], b)
     data = (out / "adapter_model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["__metadata__"] == {"format": "pt"}
@@ -197,9 +200,9 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
     path = store.weights_path(manifest.digest)
     with pytest.raises(PolicyError, match="weights digest"):
         read_adapter(path, digest="0" * 64)
-    whole = store.weights_path(base)
+    full_path = store.weights_path(base)
     with pytest.raises(PolicyError, match="its base is missing"):
-        read_adapter(whole, digest=base)
+        read_adapter(full_path, digest=base)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,9 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
 def test_file_that_is_not_quite_an_adapter_is_refused(
     store: PolicyStore, tmp_path: Path, dropped: str, changed: TensorSource | None, match: str
 ) -> None:
-    sources = {one.name: one for one in adapter_sources(adapter_on(store, base_weights(store)))}
+    sources = {
+        source.name: source for source in adapter_sources(adapter_on(store, base_weights(store)))
+    }
     if dropped:
         del sources[next(name for name in sources if dropped in name)]
     if changed is not None:

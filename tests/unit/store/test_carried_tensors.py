@@ -24,7 +24,7 @@ def test_a_trained_version_has_them_with_their_bytes_though_the_file_is_gone(
     tmp_path: Path,
 ) -> None:
     first = make_further(tmp_path / "model") / "model.safetensors"
-    before = {one.name: one.sha256 for one in read_manifest(first).tensors}
+    before = {tensor.name: tensor.sha256 for tensor in read_manifest(first).tensors}
     model = TorchModel(first.parent, device="cpu")
     model.load(first)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def test_a_trained_version_has_them_with_their_bytes_though_the_file_is_gone(
             parameter.mul_(2)
     first.unlink()
     written = write_tensors(tmp_path / "v1", model.sources())
-    after = {one.name: one.sha256 for one in written.tensors}
+    after = {tensor.name: tensor.sha256 for tensor in written.tensors}
     carried = {name for name in before if name.startswith("model.layers.2.")}
     assert BEHIND in carried and len(carried) > 20
     assert before.keys() == after.keys()
@@ -43,16 +43,16 @@ def test_a_trained_version_has_them_with_their_bytes_though_the_file_is_gone(
 def test_engines_leave_them_out_and_refuse_what_no_config_speaks_of(tmp_path: Path) -> None:
     folder = make_further(tmp_path)
     shapes, _, further = expected_tensors(folder)
-    entries = {one.name for one in read_entries(folder / "model.safetensors")}
+    entries = {entry.name for entry in read_entries(folder / "model.safetensors")}
     assert carried_names(entries, further) == entries - shapes.keys() != set()
     engine = TorchEngine.open(folder, slots=1, context_tokens=32, threads=1)
     weights = folder / "model.safetensors"
     engine.load(weights, version=1, digest=read_manifest(weights).digest)
     config = folder / "config.json"
-    said = config.read_text()
-    config.write_text(said.replace(FURTHER, '"other": 1'))
+    text = config.read_text()
+    config.write_text(text.replace(FURTHER, '"other": 1'))
     TorchEngine.open(folder, slots=1, context_tokens=32, threads=1)
-    config.write_text(said.replace(FURTHER, FURTHER.replace("1", "0")))
+    config.write_text(text.replace(FURTHER, FURTHER.replace("1", "0")))
     with pytest.raises(PolicyError, match=r"unexpected tensors model\.layers\.2\."):
         TorchEngine.open(folder, slots=1, context_tokens=32, threads=1)
     with pytest.raises(PolicyError, match=r"model\.layers\.2\..* is on one side only"):

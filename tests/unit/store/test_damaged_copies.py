@@ -30,13 +30,13 @@ def rot(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, old_ns))
     note = note_path(path)
     if note.is_file():
-        said = f'"mtime_ns":{status.st_mtime_ns}'.encode()
-        assert said in note.read_bytes()
-        note.write_bytes(note.read_bytes().replace(said, f'"mtime_ns":{old_ns}'.encode()))
+        text = f'"mtime_ns":{status.st_mtime_ns}'.encode()
+        assert text in note.read_bytes()
+        note.write_bytes(note.read_bytes().replace(text, f'"mtime_ns":{old_ns}'.encode()))
 
 
 def digests_of(published: list[PublishedVersion]) -> list[str]:
-    return [one.manifest.digest for one in published]
+    return [version.manifest.digest for version in published]
 
 
 @pytest.mark.parametrize("full_every", [1, 8])
@@ -64,11 +64,11 @@ class Wire:
         return getattr(self._inner, name)
 
     def get(self, name: str, target: Path) -> bool:
-        found = self._inner.get(name, target)
+        result = self._inner.get(name, target)
         self.damaged -= 1
         if self.damaged >= 0:
             flip(target)
-        return found
+        return result
 
 
 def test_what_arrives_damaged_is_fetched_again_so_many_times_and_no_more(
@@ -111,8 +111,8 @@ def test_a_damaged_whole_version_is_made_of_the_deltas_before_it(
     store = machine(tmp_path, "m1", elsewhere)
     if how == "here":
         store = PolicyStore(tmp_path / "shared" / "x")
-    for one in (published[5], published[4]):
-        assert read_manifest(store.weights(one.manifest.digest)) == one.manifest
+    for entry in (published[5], published[4]):
+        assert read_manifest(store.weights(entry.manifest.digest)) == entry.manifest
 
 
 @pytest.mark.parametrize("damage", [flip, rot])
@@ -129,25 +129,27 @@ def test_a_damaged_version_is_no_base_of_a_delta_that_is_applied(
 
 
 @pytest.mark.parametrize("damage", [flip, rot])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 def test_a_damaged_version_is_no_base_of_a_delta_that_is_written(
-    tmp_path: Path, damage: Callable[[Path], None], whole: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: Callable[[Path], None], full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PolicyStore(tmp_path)
-    published = publish_walk(store, 1 if whole else 3, full_every=8)
+    published = publish_walk(store, 1 if full else 3, full_every=8)
     before = published[-1].manifest.digest
     sound = store.weights(before).read_bytes()
     damage(store.weights(before))
     with caplog.at_level(logging.WARNING):
-        one = store.publish_version(Walk(3), before=before, whole=False)
-    if whole:
-        assert one.whole, "there is no other file to make it of"
+        version = store.publish_version(Walk(3), before=before, whole=False)
+    if full:
+        assert version.whole, "there is no other file to make it of"
         assert before in caplog.text
         return
-    assert not one.whole
+    assert not version.whole
     (tmp_path / "sound").write_bytes(sound)
-    with opened_deltas([tmp_path / delta_name(one.manifest.digest)]) as deltas:
-        assert write_from_deltas(tmp_path / "made.st", tmp_path / "sound", deltas) == one.manifest
+    with opened_deltas([tmp_path / delta_name(version.manifest.digest)]) as deltas:
+        assert (
+            write_from_deltas(tmp_path / "made.st", tmp_path / "sound", deltas) == version.manifest
+        )
 
 
 def test_damaged_copies_of_optimizer_states_and_of_tokenizers_are_fetched_again(

@@ -80,8 +80,8 @@ def two_versions(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
         item, size = DTYPE_BYTES[dtype], int(np.prod(shape, dtype=np.int64))
         old = bytes(item * size)
         new = bytearray(old)
-        for at in draw(st.sets(st.integers(0, size - 1))) if size else ():
-            new[at * item] = draw(st.integers(1, 255))
+        for position in draw(st.sets(st.integers(0, size - 1))) if size else ():
+            new[position * item] = draw(st.integers(1, 255))
         outcome = draw(st.sampled_from(("stays", "stays", "comes", "goes", "reshaped")))
         if outcome != "comes":
             before[name] = (dtype, shape, old)
@@ -105,8 +105,9 @@ def test_the_file_that_a_delta_makes_is_the_version_bit_by_bit(
     differing = sum(
         sum(
             old.get(name, ("", (), b""))[:2] != (dtype, shape)
-            or old[name][2][at : at + DTYPE_BYTES[dtype]] != data[at : at + DTYPE_BYTES[dtype]]
-            for at in range(0, len(data), DTYPE_BYTES[dtype])
+            or old[name][2][index : index + DTYPE_BYTES[dtype]]
+            != data[index : index + DTYPE_BYTES[dtype]]
+            for index in range(0, len(data), DTYPE_BYTES[dtype])
         )
         for name, (dtype, shape, data) in new.items()
     )
@@ -120,11 +121,11 @@ def bf16(values: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 def walk(versions: int, size: int = 4000, share: float = 0.01) -> list[Tensors]:
     chance = np.random.default_rng(3)
     weights = chance.normal(size=size)
-    found: list[Tensors] = []
+    tensors: list[Tensors] = []
     for _ in range(versions):
-        found.append({"bias": bf16(np.ones(8)), "weight": bf16(weights)})
+        tensors.append({"bias": bf16(np.ones(8)), "weight": bf16(weights)})
         weights = np.where(chance.random(size) < share, chance.normal(size=size), weights)
-    return found
+    return tensors
 
 
 def test_a_delta_of_one_weight_in_a_hundred_has_less_than_a_twentieth_of_the_bytes(
@@ -138,8 +139,10 @@ def test_a_delta_of_one_weight_in_a_hundred_has_less_than_a_twentieth_of_the_byt
 def test_every_damaged_byte_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     patched(tmp_path, walk(2, size=300))
     sound = (tmp_path / "p1").read_bytes()
-    for at in range(len(sound)):
-        (tmp_path / "p1").write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+    for index in range(len(sound)):
+        (tmp_path / "p1").write_bytes(
+            sound[:index] + bytes([sound[index] ^ 1]) + sound[index + 1 :]
+        )
         with pytest.raises(PolicyError, match="not a usable delta"):
             made(tmp_path, 0, 1)
     assert not (tmp_path / "made").exists()
@@ -186,8 +189,8 @@ def signed(data: bytes, old: bytes, new: bytes) -> bytes:
     ],
 )
 def test_a_head_that_cannot_be_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
-    one, two = walk(2, size=300)
-    patched(tmp_path, [one, {**two, "bias": bf16(np.full(8, 2.0))}])
+    entry, two = walk(2, size=300)
+    patched(tmp_path, [entry, {**two, "bias": bf16(np.full(8, 2.0))}])
     (tmp_path / "p1").write_bytes(signed((tmp_path / "p1").read_bytes(), old, new))
     with pytest.raises(PolicyError, match="not a usable delta"):
         made(tmp_path, 0, 1)

@@ -27,11 +27,11 @@ def test_a_delta_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
     else:
         flip(there / delta_name(digest))
     worker.weights(digest)
-    (found,) = worker.fallbacks.take()
-    assert found.digest == digest and delta_name(digest) in found.reason
-    assert str(there) in found.reason
-    assert (found.taken, found.absent) == (weights_name(digest), case == "lost")
-    assert found.bytes == (there / weights_name(digest)).stat().st_size
+    (fallback,) = worker.fallbacks.take()
+    assert fallback.digest == digest and delta_name(digest) in fallback.reason
+    assert str(there) in fallback.reason
+    assert (fallback.taken, fallback.absent) == (weights_name(digest), case == "lost")
+    assert fallback.bytes == (there / weights_name(digest)).stat().st_size
     assert worker.fallbacks.take() == (), "it is said once"
 
 
@@ -45,12 +45,12 @@ def test_a_damaged_whole_file_is_named_with_the_deltas_that_make_it(
     store = machine(tmp_path, "m1", elsewhere) if how == "away" else PolicyStore(there)
     for _ in range(2):
         store.weights(digest)
-    (found,) = store.fallbacks.take()
-    assert found.taken == delta_name(digest) and not found.absent
-    assert f"{weights_name(digest)}" in found.reason and str(there) in found.reason
+    (fallback,) = store.fallbacks.take()
+    assert fallback.taken == delta_name(digest) and not fallback.absent
+    assert f"{weights_name(digest)}" in fallback.reason and str(there) in fallback.reason
     if how == "here":
-        assert found.bytes == 0
+        assert fallback.bytes == 0
     else:
-        names = [delta_name(one.manifest.digest) for one in published[1:4]]
+        names = [delta_name(version.manifest.digest) for version in published[1:4]]
         names.append(weights_name(published[0].manifest.digest))
-        assert found.bytes == sum((there / name).stat().st_size for name in names)
+        assert fallback.bytes == sum((there / name).stat().st_size for name in names)

@@ -58,12 +58,12 @@ def test_shards_become_one_file_with_the_digest_of_the_unsharded_model(
 ) -> None:
     tensors = [source("a", 1, 2), source("b", 3), source("c", 4)]
     write_tensors(model_dir / "model.safetensors", tensors)
-    whole, assets = import_model(store, model_dir)
+    full, assets = import_model(store, model_dir)
     shard(model_dir, one=[tensors[2], tensors[0]], two=[tensors[1]])
     sharded, assets_again = import_model(store, model_dir)
-    assert sharded == whole
+    assert sharded == full
     assert assets_again == assets
-    assert store.verify(whole.digest) == whole
+    assert store.verify(full.digest) == full
     names = [path.name for path in sorted(store.assets_path(assets).iterdir())]
     assert names == ["config.json", "tokenizer.json"]
 
@@ -104,13 +104,13 @@ def test_floats_become_bfloat16_as_torch_rounds_them(store: PolicyStore, model_d
     ties = (np.arange(64, dtype="<u4") << 16) + 0x3F808000
     numbers = np.concatenate([numbers, ties.view("<f4"), np.array([0.0, -0.0, 1e-45], "<f4")])
     half = np.array([0.1, -65504.0, 6e-8], dtype="<f2")
-    whole = np.arange(3, dtype="<i8")
+    values = np.arange(3, dtype="<i8")
     write_tensors(
         model_dir / "model.safetensors",
         [
             source("single", *numbers.tolist()),
             TensorSource(name="half", dtype="F16", shape=(3,), data=half.tobytes),
-            TensorSource(name="whole", dtype="I64", shape=(3,), data=whole.tobytes),
+            TensorSource(name="whole", dtype="I64", shape=(3,), data=values.tobytes),
         ],
     )
     manifest, _ = import_model(store, model_dir, "bfloat16")
@@ -118,7 +118,7 @@ def test_floats_become_bfloat16_as_torch_rounds_them(store: PolicyStore, model_d
     expected = {
         "single": torch.from_numpy(numbers.astype("<f4")).to(torch.bfloat16),
         "half": torch.from_numpy(half).to(torch.bfloat16),
-        "whole": torch.from_numpy(whole),
+        "whole": torch.from_numpy(values),
     }
     stored = store.weights_path(manifest.digest)
     with mapped(stored) as data:

@@ -28,8 +28,8 @@ def test_what_vllm_is_given_is_what_files_have(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     shapes, tied, _ = expected_tensors(make(tmp_path))
-    there = [one for path in weight_files(tmp_path) for one in read_entries(path)]
-    assert shapes == {one.name: one.shape for one in there}
+    there = [entry for path in weight_files(tmp_path) for entry in read_entries(path)]
+    assert shapes == {entry.name: entry.shape for entry in there}
     head = {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied == (head if make is make_llama_gqa else {})
 
@@ -40,8 +40,8 @@ def test_a_mixture_has_the_names_of_its_files_and_what_is_loaded_by_them_is_in_i
 ) -> None:
     weights = make(tmp_path) / "model.safetensors"
     network = build(tmp_path)
-    shapes = {name: tuple(one.shape) for name, one in stored(network).items()}
-    assert shapes == {one.name: one.shape for one in read_entries(weights)}
+    shapes = {name: tuple(entry.shape) for name, entry in stored(network).items()}
+    assert shapes == {entry.name: entry.shape for entry in read_entries(weights)}
     assert FUSED in untied(network)
     assert FUSED not in shapes
     load_weights(network, weights)
@@ -54,12 +54,14 @@ def test_a_mixture_has_the_names_of_its_files_and_what_is_loaded_by_them_is_in_i
 def test_pieces_are_cut_likewise_from_copies_that_lie_anywhere(tmp_path: Path) -> None:
     network = build(make_glm4_moe(tmp_path))
     copies = {}
-    for name, one in untied(network).items():
-        copies[name] = torch.cat([torch.ones(3), one.detach().reshape(-1)])[3:].reshape(one.shape)
-    wanted, found = stored(network), pieces(network)
-    assert found.keys() == wanted.keys()
-    for name, piece in found.items():
-        assert torch.equal(piece.of(copies[piece.name]), wanted[name])
+    for name, entry in untied(network).items():
+        copies[name] = torch.cat([torch.ones(3), entry.detach().reshape(-1)])[3:].reshape(
+            entry.shape
+        )
+    expected, actual_pieces = stored(network), pieces(network)
+    assert actual_pieces.keys() == expected.keys()
+    for name, piece in actual_pieces.items():
+        assert torch.equal(piece.of(copies[piece.name]), expected[name])
 
 
 def test_a_form_that_is_not_made_of_parts_is_refused(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_tensors_that_do_not_fill_the_file_are_refused(
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
 def test_file_hashed_by_several_threads_is_the_same_file(sizes: list[int], threads: int) -> None:
-    sources = [source(f"t{at}", [float(at)] * size) for at, size in enumerate(sizes)]
+    sources = [source(f"t{index}", [float(index)] * size) for index, size in enumerate(sizes)]
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as delta:
         alone, several = Path(folder) / "alone", Path(folder) / "several"
         expected = write_tensors(alone, sources)

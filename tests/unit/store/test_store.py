@@ -63,17 +63,17 @@ def test_full_disk_leaves_nothing_half_written(store: PolicyStore) -> None:
 def test_file_is_synced_before_it_gets_its_name_and_its_folder_after(
     store: PolicyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, bool]] = []
+    observed: list[tuple[str, bool]] = []
     real = os.fsync
 
     def fsync(handle: int) -> None:
         name = Path(f"/proc/self/fd/{handle}").readlink()
-        seen.append(("folder" if name.is_dir() else "file", bool(everything_named(store))))
+        observed.append(("folder" if name.is_dir() else "file", bool(everything_named(store))))
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
     store.publish_weights(Writer(1.0))
-    assert seen == [("file", False), ("folder", True)]
+    assert observed == [("file", False), ("folder", True)]
 
 
 def everything_named(store: PolicyStore) -> list[str]:
@@ -91,7 +91,7 @@ def test_orphans_are_what_no_commit_names(store: PolicyStore, tmp_path: Path) ->
     unfinished.write_bytes(b"half")
 
     def orphans(*digests: str) -> list[Path]:
-        return [store.root / one.name for one in store.orphans(digests)]
+        return [store.root / orphan.name for orphan in store.orphans(digests)]
 
     assert orphans(named, blob.sha256, assets) == [unfinished, store.weights_path(orphan)]
     assert orphans(named, orphan) == [
@@ -102,13 +102,13 @@ def test_orphans_are_what_no_commit_names(store: PolicyStore, tmp_path: Path) ->
 
 
 def test_assets_digest_depends_on_names_and_bytes_not_on_order(tmp_path: Path) -> None:
-    one, two = tmp_path / "config.json", tmp_path / "tokenizer.json"
-    one.write_text("1")
+    path, two = tmp_path / "config.json", tmp_path / "tokenizer.json"
+    path.write_text("1")
     two.write_text("2")
-    digest = assets_digest([one, two])
-    assert assets_digest([two, one]) == digest
+    digest = assets_digest([path, two])
+    assert assets_digest([two, path]) == digest
     two.write_text("3")
-    assert assets_digest([one, two]) != digest
+    assert assets_digest([path, two]) != digest
 
 
 def _write(path: Path, data: bytes) -> None:

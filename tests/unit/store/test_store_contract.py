@@ -105,7 +105,7 @@ def test_everything_is_listed_by_name_and_size_and_orphans_are_the_rest(place: P
     manifest = store.publish_weights(Writer(1.0))
     other = store.publish_weights(Writer(2.0))
     blob = store.publish_blob("contributions", lambda path: _write(path, b"rows"))
-    listed = {one.name: one.bytes for one in store.everything()}
+    listed = {file.name: file.bytes for file in store.everything()}
     assert set(listed) == {
         weights_name(manifest.digest),
         weights_name(other.digest),
@@ -113,7 +113,7 @@ def test_everything_is_listed_by_name_and_size_and_orphans_are_the_rest(place: P
     }
     assert listed[blob_name("contributions", blob.sha256)] == 4
     orphans = store.orphans({manifest.digest, blob.sha256})
-    assert [digest_in(one.name) for one in orphans] == [other.digest]
+    assert [digest_in(orphan.name) for orphan in orphans] == [other.digest]
     assert store.remove(orphans[0])
     assert store.orphans({manifest.digest, blob.sha256}) == []
 
@@ -202,18 +202,18 @@ def test_upload_that_arrives_in_part_is_made_again(tmp_path: Path) -> None:
     manifest = store.publish_weights(Writer(1.0))
     other = PolicyStore(tmp_path / "m1", files, clock=clock)
     assert other.verify(manifest.digest) == manifest
-    assert [digest_in(one.name) for one in other.everything()] == [manifest.digest]
+    assert [digest_in(file.name) for file in other.everything()] == [manifest.digest]
 
 
 def test_download_of_other_bytes_is_refused_and_not_kept(tmp_path: Path) -> None:
     files, _, clock = files_that_fail(0)
     store = PolicyStore(tmp_path / "m0", files, clock=clock)
-    one, two = store.publish_weights(Writer(1.0)), store.publish_weights(Writer(2.0))
-    files.put(store.weights_path(two.digest), weights_name(one.digest))
+    weights, two = store.publish_weights(Writer(1.0)), store.publish_weights(Writer(2.0))
+    files.put(store.weights_path(two.digest), weights_name(weights.digest))
     other = PolicyStore(tmp_path / "m1", files, clock=clock)
     with pytest.raises(PolicyError, match="does not match its name"):
-        other.weights(one.digest)
-    assert not other.weights_path(one.digest).exists()
+        other.weights(weights.digest)
+    assert not other.weights_path(weights.digest).exists()
 
 
 # The cache
@@ -241,15 +241,15 @@ def test_copies_used_longest_ago_go_first_and_fresh_ones_stay(tmp_path: Path) ->
 def test_copy_that_was_evicted_is_fetched_again(tmp_path: Path) -> None:
     files, _, clock = files_that_fail(0)
     store = PolicyStore(tmp_path / "m0", files, clock=clock, cache_bytes_max=1)
-    one = store.publish_weights(Writer(1.0))
-    held = store.held_weights(one.digest)
+    weights = store.publish_weights(Writer(1.0))
+    held = store.held_weights(weights.digest)
     clock.sleep(2 * KEEP_S)
     old_ns = clock.wall_ns() - int(1.5 * KEEP_S * 1e9)
-    os.utime(store.weights_path(one.digest), ns=(old_ns, old_ns))
+    os.utime(store.weights_path(weights.digest), ns=(old_ns, old_ns))
     two = store.publish_weights(Writer(2.0))
-    assert not store.weights_path(one.digest).exists()
+    assert not store.weights_path(weights.digest).exists()
     assert held.exists()
-    assert store.verify(one.digest) == one
+    assert store.verify(weights.digest) == weights
     assert store.verify(two.digest) == two
 
 

@@ -57,19 +57,19 @@ def flip(path: Path) -> None:
 def test_of_the_versions_between_whole_ones_only_deltas_lie_in_the_store(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     published = publish_walk(store, 6, full_every=4)
-    assert [one.whole for one in published] == [True, False, False, False, True, False]
-    assert [one.delta is not None for one in published] == [False, *[True] * 5]
+    assert [version.whole for version in published] == [True, False, False, False, True, False]
+    assert [version.delta is not None for version in published] == [False, *[True] * 5]
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2
-    for version, one in enumerate(published):
-        digest = one.manifest.digest
+    for version, entry in enumerate(published):
+        digest = entry.manifest.digest
         assert store.has_weights(digest)
-        assert store.verify(digest) == one.manifest
+        assert store.verify(digest) == entry.manifest
         path = tmp_path / "expected"
         Walk(version)(path)
         assert store.weights(digest).read_bytes() == path.read_bytes()
-        if one.delta is not None and one.change is not None:
-            assert one.delta.bytes < one.manifest.bytes / 10
-            assert 0 < one.change.changed <= 40
+        if entry.delta is not None and entry.change is not None:
+            assert entry.delta.bytes < entry.manifest.bytes / 10
+            assert 0 < entry.change.changed <= 40
 
 
 def test_without_copies_the_same_files_are_made_again_of_the_deltas(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_without_copies_the_same_files_are_made_again_of_the_deltas(tmp_path: Pa
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
     store = PolicyStore(tmp_path)
-    for one in published:
-        assert store.verify(one.manifest.digest) == one.manifest
+    for version in published:
+        assert store.verify(version.manifest.digest) == version.manifest
     assert len(list((tmp_path / "made").glob("*.safetensors"))) == 4
 
 
@@ -87,10 +87,10 @@ def test_a_machine_that_has_the_version_before_fetches_the_delta_alone(
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     worker = machine(tmp_path, "m1", elsewhere)
-    for one in published[:2]:
-        worker.weights(one.manifest.digest)
+    for version in published[:2]:
+        worker.weights(version.manifest.digest)
     elsewhere.read.clear()
-    digests = [one.manifest.digest for one in published]
+    digests = [version.manifest.digest for version in published]
     assert read_manifest(worker.weights(digests[3])) == published[3].manifest
     assert elsewhere.read == [delta_name(digests[3]), delta_name(digests[2])]
     elsewhere.read.clear()
@@ -102,7 +102,7 @@ def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_deltas
     tmp_path: Path, elsewhere: Counted
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 7, full_every=4)
-    digests = [one.manifest.digest for one in published]
+    digests = [version.manifest.digest for version in published]
     worker = machine(tmp_path, "m1", elsewhere)
     assert worker.verify(digests[6]) == published[6].manifest
     assert elsewhere.read == [
@@ -118,13 +118,13 @@ def test_a_delta_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     tmp_path: Path, elsewhere: Counted, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
-    digests = [one.manifest.digest for one in published]
+    digests = [version.manifest.digest for version in published]
     for digest in (digests[3], digests[4]):
-        at = tmp_path / "shared" / "x" / delta_name(digest)
+        path = tmp_path / "shared" / "x" / delta_name(digest)
         if how == "lost":
-            at.unlink()
+            path.unlink()
         else:
-            flip(at)
+            flip(path)
     worker = machine(tmp_path, "m1", elsewhere)
     worker.weights(digests[2])
     with caplog.at_level(logging.WARNING):
@@ -142,7 +142,7 @@ def test_a_copy_of_a_delta_that_was_damaged_is_fetched_again(
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=8)
     worker = machine(tmp_path, "m1", elsewhere)
-    first, last = (published[at].manifest.digest for at in (1, 2))
+    first, last = (published[position].manifest.digest for position in (1, 2))
     worker.weights(first)
     worker.drop_copy(first)
     flip(tmp_path / "m1" / delta_name(first))
@@ -167,8 +167,8 @@ def test_what_was_made_leaves_when_there_is_no_room_for_it_and_is_made_again(
     assert len(list((tmp_path / "made").glob("*.safetensors"))) == 2
     assert held.is_file()
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 1
-    for one in published:
-        assert store.verify(one.manifest.digest) == one.manifest
+    for version in published:
+        assert store.verify(version.manifest.digest) == version.manifest
 
 
 def test_deltas_never_go_in_a_circle(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_deltas_never_go_in_a_circle(tmp_path: Path) -> None:
     digests: list[str] = []
     for version in (0, 1, 2, 1, 2, 2):
         before = digests[-1] if digests else ""
-        one = store.publish_version(Walk(version), before=before, whole=not digests)
-        digests.append(one.manifest.digest)
+        first_version = store.publish_version(Walk(version), before=before, whole=not digests)
+        digests.append(first_version.manifest.digest)
     for folder, files in (("made", 2), ("deltas", 2), ("weights", 3)):
-        found = [one for one in (tmp_path / folder).iterdir() if one.suffix != SUFFIX]
-        assert len(found) == files, folder
+        paths = [path for path in (tmp_path / folder).iterdir() if path.suffix != SUFFIX]
+        assert len(paths) == files, folder
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
     for digest in digests:
@@ -191,8 +191,8 @@ def test_a_delta_under_another_name_is_refused(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     published = publish_walk(store, 3, full_every=4)
     files = LocalFiles(tmp_path)
-    one, two = (files.root / delta_name(one.manifest.digest) for one in published[1:])
-    two.write_bytes(one.read_bytes())
+    path, two = (files.root / delta_name(version.manifest.digest) for version in published[1:])
+    two.write_bytes(path.read_bytes())
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
     with pytest.raises(PolicyError, match="produces another version"):

@@ -34,14 +34,14 @@ def older(path: Path, seconds: float = 10.0) -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def counted(path: Path) -> Manifest:
-        found.append(path)
+        paths.append(path)
         return read_manifest(path)
 
     monkeypatch.setattr(verified, "read_manifest", counted)
-    return found
+    return paths
 
 
 @pytest.fixture
@@ -143,12 +143,12 @@ def test_of_two_at_once_one_reads(
 
     monkeypatch.setattr(verified, "read_manifest", slow)
     threads = [threading.Thread(target=need_digest, args=(path, digest)) for _ in range(3)]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     assert began.wait(10)
     may_end.set()
-    for one in threads:
-        one.join(10)
+    for thread in threads:
+        thread.join(10)
     assert reads == [path]
 
 
@@ -170,7 +170,7 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
 
 
 def worker_of_two_versions(
-    tmp_path: Path, *, whole: bool, with_deltas: bool | None
+    tmp_path: Path, *, full: bool, with_deltas: bool | None
 ) -> tuple[PolicyStore, str]:
     """Return a store with the first of two versions, and the digest of the second: a delta,
     optionally with a full checkpoint."""
@@ -179,7 +179,7 @@ def worker_of_two_versions(
     trainer = PolicyStore(tmp_path / "a", files, clock=clock)
     before = trainer.publish_weights(write).digest
     after = trainer.publish_version(
-        lambda path: write(path, 1.5), before=before, whole=whole
+        lambda path: write(path, 1.5), before=before, whole=full
     ).manifest.digest
     worker = PolicyStore(tmp_path / "b", files, clock=clock, with_deltas=with_deltas)
     worker.weights(before)
@@ -187,7 +187,7 @@ def worker_of_two_versions(
 
 
 def test_version_that_deltas_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
-    worker, after = worker_of_two_versions(tmp_path, whole=False, with_deltas=True)
+    worker, after = worker_of_two_versions(tmp_path, full=False, with_deltas=True)
     del reads[:]
     path = worker.weights(after)
     assert worker.weights(after) == path
@@ -201,7 +201,7 @@ def test_version_that_deltas_made_is_not_read_again(tmp_path: Path, reads: list[
 def test_store_that_is_not_told_takes_the_delta_of_a_version_that_has_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker, after = worker_of_two_versions(tmp_path, whole=True, with_deltas=None)
+    worker, after = worker_of_two_versions(tmp_path, full=True, with_deltas=None)
     worker.weights(after)
     assert (tmp_path / "b" / delta_name(after)).is_file()
     assert not caplog.records, "that a version has no delta is no news"

@@ -14,7 +14,9 @@ from dora_pipe.store.model_dir import unassigned_ids
 
 
 def _model(folder: Path, ids: list[int], config: dict[str, Any], added: str = "") -> Path:
-    backend = Tokenizer(models.WordLevel({f"w{one}": one for one in ids}, unk_token="w0"))
+    backend = Tokenizer(
+        models.WordLevel({f"w{token_id}": token_id for token_id in ids}, unk_token="w0")
+    )
     if added:
         backend.add_tokens([AddedToken(added)])
     backend.save(str(folder / "tokenizer.json"))

@@ -47,8 +47,8 @@ def test_call_is_answered_by_the_tool(text: str) -> None:
     ["", "call 17 +", "call 17 25", "call 17 + 25 n1", "answer", "recall 1 + 2", "call 1 + 222"],
 )
 def test_turn_that_is_neither_call_nor_answer_is_an_error(text: str) -> None:
-    seen = world().step(text)
-    assert (seen.text, seen.done, seen.ok) == ("error", False, False)
+    step = world().step(text)
+    assert (step.text, step.done, step.ok) == ("error", False, False)
 
 
 @pytest.mark.parametrize("text", ["nonsense", "call 1 + 1"])
@@ -76,9 +76,9 @@ def test_perfect_episode_is_what_the_calculator_would_say_and_is_right(
     assert len(pairs) == len(row["numbers"])
     for before, turn in pairs:
         assert before == context
-        seen = opened.step(turn)
-        context = f"{context} {turn} <eos> {seen.text}"
-    assert seen.done
+        step = opened.step(turn)
+        context = f"{context} {turn} <eos> {step.text}"
+    assert step.done
     assert task.reward(row, pairs[-1][1], []) == 1.0
 
 
@@ -106,7 +106,7 @@ def test_a_row_with_tools_is_a_message_and_a_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
+    ("text", "message", "calls"),
     [
         ("answer 6", "answer 6", []),
         ("n2 call calculator 17 25", "n2", [("calculator", {"a": 17, "b": 25})]),
@@ -121,12 +121,12 @@ def test_a_row_with_tools_is_a_message_and_a_function() -> None:
     ],
 )
 def test_calls_are_read_from_a_turn(
-    text: str, said: str, calls: list[tuple[str, dict[str, int]]]
+    text: str, message: str, calls: list[tuple[str, dict[str, int]]]
 ) -> None:
     turn = read_turn(text)
-    assert turn.text == said
-    assert [(one.name, one.arguments) for one in turn.tool_calls] == calls
-    assert all(bool(one.error) == (not one.arguments) for one in turn.tool_calls)
+    assert turn.text == message
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == calls
+    assert all(bool(call.error) == (not call.arguments) for call in turn.tool_calls)
     assert " ".join(str(turn.message()["content"]).split()) in text
 
 
@@ -143,7 +143,7 @@ def test_conversations_demonstrated_end_as_the_calculator_says(tmp_path: Path) -
         messages = normal(row["messages"])
         ids, mask = chat.training_ids(messages, row["tools"])
         assert tokenizer.ids("<unk>")[0] not in ids
-        turns = [one for one in messages if one["role"] == "assistant"]
+        turns = [message for message in messages if message["role"] == "assistant"]
         assert sum(mask) == sum(6 if "tool_calls" in turn else 3 for turn in turns)
         numbers = [int(word) for word in messages[0]["content"].split()[1::2]]
         right += int(TOOLED.reward({"numbers": numbers}, messages[-1]["content"], ()))

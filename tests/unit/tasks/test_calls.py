@@ -101,12 +101,12 @@ def test_every_kind_of_frame_comes_back_equal() -> None:
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60))
 def test_frames_torn_anywhere_are_put_together_again(cuts: list[int]) -> None:
     data = b"".join(pack(frame) for frame in DOWN)
-    buffer, found, at = bytearray(), [], 0
+    buffer, result, index = bytearray(), [], 0
     for size in [*cuts, len(data)]:
-        buffer += data[at : at + size]
-        at += size
-        found += [calls.DOWN.decode(body) for body in unpack(buffer)]
-    assert found == DOWN
+        buffer += data[index : index + size]
+        index += size
+        result += [calls.DOWN.decode(body) for body in unpack(buffer)]
+    assert result == DOWN
 
 
 def test_length_that_no_frame_has_is_refused_in_both_directions(

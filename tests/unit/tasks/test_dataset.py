@@ -162,8 +162,8 @@ SYSTEM = {"role": "system", "content": "be terse"}
 def test_prompt_is_text_or_the_conversation_without_its_answer(
     write: Write, module: str, row: dict[str, Any], keys: dict[str, Any], prompt: object
 ) -> None:
-    task, found = conversing(write, module, row, **keys)
-    assert task.prompt(found) == prompt
+    task, result = conversing(write, module, row, **keys)
+    assert task.prompt(result) == prompt
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_prompt_is_text_or_the_conversation_without_its_answer(
 def test_reward_finds_the_answer_of_the_row_or_of_its_conversation(
     write: Write, module: str, row: dict[str, Any], answer: str
 ) -> None:
-    task, found = conversing(write, module, row, chat=True)
-    assert task.reward(found, answer, [answer]) == 1.0
-    assert task.reward(found, "3", ["3"]) == 0.0
-    assert found == row, "the row is what the data have"
+    task, result = conversing(write, module, row, chat=True)
+    assert task.reward(result, answer, [answer]) == 1.0
+    assert task.reward(result, "3", ["3"]) == 0.0
+    assert result == row, "the row is what the data have"
 
 
 def test_tools_are_functions_by_their_names(write: Write, module: str) -> None:
@@ -230,10 +230,10 @@ def test_demonstrations_of_conversations_end_with_the_answer(write: Write, modul
     path = write("".join(json.dumps(row) + "\n" for row in rows))
     task = DatasetTask(data=str(path), reward="a:b", system_prompt="be terse")
     shown = task.demonstrations(seed=1, count=2)
-    said = {"role": "assistant", "content": "two"}
-    assert [one["messages"] for one in shown if isinstance(one, dict)] in (
-        [[SYSTEM, USER, SAID], [SYSTEM, USER, said]],
-        [[SYSTEM, USER, said], [SYSTEM, USER, SAID]],
+    texts = {"role": "assistant", "content": "two"}
+    assert [line["messages"] for line in shown if isinstance(line, dict)] in (
+        [[SYSTEM, USER, SAID], [SYSTEM, USER, texts]],
+        [[SYSTEM, USER, texts], [SYSTEM, USER, SAID]],
     )
     with_tools = DatasetTask(data=str(path), reward="a:b", tools=(f"{module}:add",))
     (first, _) = with_tools.demonstrations(seed=1, count=2)

@@ -42,12 +42,14 @@ def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None
     """Keys equal the example's file, commands its page."""
     example = EXAMPLES / "chat-math"
     readme = (ROOT / "README.md").read_text().split("## Train your own")[1].split("\n## ")[0]
-    (said,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
-    whole = table(example / "config.toml")
-    for section, keys in tomllib.loads(said).items():
-        assert keys.items() <= whole[section].items()
-    commands, told = (
+    (match,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    full_table = table(example / "config.toml")
+    for section, keys in tomllib.loads(match).items():
+        assert keys.items() <= full_table[section].items()
+    commands, reply = (
         set(re.findall(r"^\$ (.*?)(?:  #.*)?$", text.replace("\\\n", " "), re.MULTILINE))
         for text in (readme, (example / "README.md").read_text())
     )
-    assert {one for one in told if " show " not in one} <= {one.strip() for one in commands}
+    assert {entry for entry in reply if " show " not in entry} <= {
+        command.strip() for command in commands
+    }

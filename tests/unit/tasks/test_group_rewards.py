@@ -24,8 +24,8 @@ SAID = tuple(Completion(text=text, turns=(text,)) for text in ("42", "forty two"
 
 
 def shortest(row: Row, completions: Sequence[Completion]) -> list[float]:
-    least = min(len(one.text) for one in completions)
-    return [float(len(one.text) == least) for one in completions]
+    least = min(len(completion.text) for completion in completions)
+    return [float(len(completion.text) == least) for completion in completions]
 
 
 def named(
@@ -37,7 +37,7 @@ def named(
 
 async def slow(row: Row, answers: Sequence[Completion]) -> list[float]:
     await asyncio.sleep(0)
-    return [float(place) for place, _ in enumerate(answers)]
+    return [float(index) for index, _ in enumerate(answers)]
 
 
 def abstains(row: Row, completions: Sequence[Completion]) -> list[None]:
@@ -70,11 +70,11 @@ def of_group(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
     return model.RewardUse(use=f"{HERE}:{name}", weight=weight, options=options, group=True)
 
 
-def asked(found: Any) -> Any:
+def asked(result: Any) -> Any:
     async def wait() -> Any:
-        return await found
+        return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(found) else found
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def asked(found: Any) -> Any:
 def test_a_function_of_groups_gives_a_number_per_answer(
     use: model.RewardUse, values: list[float]
 ) -> None:
-    found = asked(rewards(use).score_group(ROW, SAID))
-    assert [one.value for one in found] == pytest.approx(values)
-    assert [one.parts[use.called] * use.weight for one in found] == pytest.approx(values)
+    result = asked(rewards(use).score_group(ROW, SAID))
+    assert [record.value for record in result] == pytest.approx(values)
+    assert [entry.parts[use.called] * use.weight for entry in result] == pytest.approx(values)
 
 
 def test_those_of_one_answer_are_asked_apart_and_without_any_it_is_0() -> None:
     both = rewards(model.RewardUse(use="exact"), of_group("shortest"))
     alone = asked(both.score(ROW, SAID[0]))
     assert (alone.value, alone.raw, alone.parts) == (1.0, 1.0, {"exact": 1.0})
-    assert [set(one.parts) for one in asked(both.score_group(ROW, SAID))] == [{"shortest"}] * 3
+    assert [set(entry.parts) for entry in asked(both.score_group(ROW, SAID))] == [{"shortest"}] * 3
     none = asked(rewards(of_group("shortest")).score(ROW, SAID[0]))
     assert (none.value, none.raw, none.parts) == (0.0, None, {})
 
@@ -155,22 +155,22 @@ def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
 
 def test_none_abstains_among_the_rewards_of_a_group() -> None:
     uses = [of_group("abstains_of_one", 2.0), of_group("shortest")]
-    found: Any = Rewards(uses).score_group(ROW, SAID)
-    assert [one.value for one in found] == [2.0, 2.0, 3.0]
-    assert found[2].parts == {"abstains_of_one.abstained": 1.0, "shortest": 1.0}
+    result: Any = Rewards(uses).score_group(ROW, SAID)
+    assert [record.value for record in result] == [2.0, 2.0, 3.0]
+    assert result[2].parts == {"abstains_of_one.abstained": 1.0, "shortest": 1.0}
 
 
 def test_a_group_of_which_all_abstain_keeps_the_rewards_that_its_answers_have_alone() -> None:
     alone = model.RewardUse(use="exact")
-    found: Any = Rewards([alone, of_group("abstains")]).score_group(ROW, SAID)
-    assert found == [Reward(value=0.0, parts={"abstains.abstained": 1.0})] * 3
+    result: Any = Rewards([alone, of_group("abstains")]).score_group(ROW, SAID)
+    assert result == [Reward(value=0.0, parts={"abstains.abstained": 1.0})] * 3
     for uses in ([of_group("abstains")], [alone, of_group("abstains_of_one")]):
         with pytest.raises(NoAnswer, match="every reward abstained"):
             Rewards(uses).score_group(ROW, SAID)
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("result", "text"),
     [
         (3.0, "gave float, not a number per completion"),
         ("12", "gave str"),
@@ -179,6 +179,6 @@ def test_a_group_of_which_all_abstain_keeps_the_rewards_that_its_answers_have_al
         ([1.0, "x"], "not a number"),
     ],
 )
-def test_what_is_no_answer_of_score_group_is_named(found: object, said: str) -> None:
-    with pytest.raises(NoAnswer, match=said):
-        scored_together("g/1", found, 2)
+def test_what_is_no_answer_of_score_group_is_named(result: object, text: str) -> None:
+    with pytest.raises(NoAnswer, match=text):
+        scored_together("g/1", result, 2)

@@ -183,8 +183,8 @@ def test_the_schema_is_the_one_that_transformers_makes(function: Callable[..., A
     assert tool_schema(function) == theirs
 
 
-def placed(place: Place, unit: Unit) -> str:
-    return f"{place} {unit}"
+def placed(location: Place, unit: Unit) -> str:
+    return f"{location} {unit}"
 
 
 def test_classes_and_enumerations_are_written_out_where_they_are_used() -> None:
@@ -193,10 +193,12 @@ def test_classes_and_enumerations_are_written_out_where_they_are_used() -> None:
     assert function["description"] == ""
     assert function["parameters"]["properties"]["unit"] == unit
     assert function["parameters"]["properties"]["place"]["properties"]["x"] == {"type": "integer"}
-    made: Any = msgspec.convert(
+    converted: Any = msgspec.convert(
         {"place": {"x": 1, "unit": "ft"}, "unit": "m"}, arguments_of(placed)
     )
-    assert placed(made.place, made.unit) == "Place(x=1, unit=<Unit.FOOT: 'ft'>) Unit.METRE"
+    assert (
+        placed(converted.place, converted.unit) == "Place(x=1, unit=<Unit.FOOT: 'ft'>) Unit.METRE"
+    )
 
 
 NUMPYS = """Add.
@@ -241,8 +243,8 @@ Raises:
 
 @pytest.mark.parametrize("doc", [NUMPYS, SPHINX, GOOGLES])
 def test_three_ways_to_document_parameters_are_read(doc: str) -> None:
-    said = {"a": "The first of them.", "b": "The other."}
-    assert described(doc.strip()) == ("Add.\n\nSlowly.", said)
+    texts = {"a": "The first of them.", "b": "The other."}
+    assert described(doc.strip()) == ("Add.\n\nSlowly.", texts)
 
 
 def spread(*numbers: int) -> int:

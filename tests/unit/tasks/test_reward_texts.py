@@ -33,9 +33,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def score(use: str, text: str, row: dict[str, Any], **options: Any) -> Reward:
-    found = Rewards([model.RewardUse(use=use, options=options)]).score(row, Completion(text=text))
-    assert isinstance(found, Reward)
-    return found
+    score = Rewards([model.RewardUse(use=use, options=options)]).score(row, Completion(text=text))
+    assert isinstance(score, Reward)
+    return score
 
 
 RIGHT = [
@@ -69,13 +69,13 @@ WRONG = [
 def test_an_expression_that_equals_the_answer_is_right_however_it_is_written(
     gold: str, text: str
 ) -> None:
-    found = score("math", text, {"answer": gold})
-    assert (found.value, found.parts) == (1.0, {"math": 1.0, "math.parsed": 1.0})
-    assert found.answer
+    actual_score = score("math", text, {"answer": gold})
+    assert (actual_score.value, actual_score.parts) == (1.0, {"math": 1.0, "math.parsed": 1.0})
+    assert actual_score.answer
 
 
 @pytest.mark.parametrize(
-    ("use", "said", "row", "options", "answer"),
+    ("use", "text", "row", "options", "answer"),
     [
         ("math", ["1/2", "it is 0.50", r"$\frac{2}{4}$"], "1/2", {}, "1/2"),
         ("math", ["7.0", "#### 7"], "3", {}, "7"),
@@ -99,10 +99,10 @@ def test_an_expression_that_equals_the_answer_is_right_however_it_is_written(
     ],
 )
 def test_equal_answers_are_said_alike_and_no_answer_is_empty(
-    use: str, said: list[str], row: str, options: dict[str, Any], answer: str
+    use: str, text: list[str], row: str, options: dict[str, Any], answer: str
 ) -> None:
-    found = [score(use, text, {"answer": row}, **options).answer for text in said]
-    assert found == [answer] * len(said)
+    answers = [score(use, text, {"answer": row}, **options).answer for text in text]
+    assert answers == [answer] * len(text)
 
 
 @pytest.mark.parametrize(("gold", "text"), WRONG)
@@ -112,15 +112,15 @@ def test_an_expression_that_does_not_equal_the_answer_is_wrong(gold: str, text: 
 
 @pytest.mark.parametrize("text", ["", "no idea", "a" * 10_000, "\x00\uffff"])
 def test_a_text_without_an_expression_is_no_error_but_wrong(text: str) -> None:
-    found = score("math", text, {"answer": "18"})
-    assert (found.value, found.parts["math.parsed"]) == (0.0, 0.0)
+    actual_score = score("math", text, {"answer": "18"})
+    assert (actual_score.value, actual_score.parts["math.parsed"]) == (0.0, 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("text", ["$9^{9^{9^9}}$", "$1000000000!$"])
 def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(text: str) -> None:
-    found = score("math", text, {"answer": "18"})
-    assert (found.value, found.parts["math.stopped"]) == (0.0, 1.0)
+    actual_score = score("math", text, {"answer": "18"})
+    assert (actual_score.value, actual_score.parts["math.stopped"]) == (0.0, 1.0)
     assert score("math", "18", {"answer": 18}).value == 1.0  # A new helper answers.
 
 
@@ -183,14 +183,16 @@ def test_an_answer_means_what_its_form_says(
     if use == "math":
         right = right.replace("three", "3")
     scores = [score(use, text, {"answer": answer}, **FIELD, **options) for text in (right, wrong)]
-    assert [one.value for one in scores] == [1.0, 0.0]
+    assert [score.value for score in scores] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("use", ["exact", "math"])
 def test_the_reasoning_may_be_compared(use: str) -> None:
     rewards = Rewards([model.RewardUse(use=use, options={"of": "reasoning"})])
-    found = [rewards.score({"answer": 3}, Completion(text="no", reasoning=one)) for one in "34"]
-    assert [one.value for one in found if isinstance(one, Reward)] == [1.0, 0.0]
+    scores = [
+        rewards.score({"answer": 3}, Completion(text="no", reasoning=entry)) for entry in "34"
+    ]
+    assert [reward.value for reward in scores if isinstance(reward, Reward)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -243,15 +245,15 @@ def test_regex_finds_a_pattern_or_compares_a_group(
     ],
 )
 def test_regex_sees_thoughts_where_it_is_asked_to(options: dict[str, Any], value: float) -> None:
-    said = Completion(text="3 is", reasoning="so", turns=("so</think>3 is",))
-    found = Rewards([model.RewardUse(use="regex", options=options)]).score({}, said)
-    assert isinstance(found, Reward) and found.value == value
+    completion = Completion(text="3 is", reasoning="so", turns=("so</think>3 is",))
+    score = Rewards([model.RewardUse(use="regex", options=options)]).score({}, completion)
+    assert isinstance(score, Reward) and score.value == value
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_pattern_that_tries_for_ever_is_stopped_and_no_match() -> None:
-    found = score("regex", "a" * 60 + "b", {}, pattern="(a+)+$")
-    assert (found.value, found.parts) == (0.0, {"regex": 0.0, "regex.stopped": 1.0})
+    actual_score = score("regex", "a" * 60 + "b", {}, pattern="(a+)+$")
+    assert (actual_score.value, actual_score.parts) == (0.0, {"regex": 0.0, "regex.stopped": 1.0})
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -270,8 +272,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 )
 def test_json_that_a_schema_describes_is_right(text: str, value: float, is_json: float) -> None:
     for options, row in (({"schema": SCHEMA}, {}), ({"column": "s"}, {"s": SCHEMA})):
-        found = score("json-schema", text, row, **options)
-        assert found.parts == {"json-schema": value, "json-schema.json": is_json}
+        actual_score = score("json-schema", text, row, **options)
+        assert actual_score.parts == {"json-schema": value, "json-schema.json": is_json}
 
 
 def test_a_schema_fetches_nothing_from_elsewhere() -> None:

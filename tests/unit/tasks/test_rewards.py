@@ -105,7 +105,10 @@ def several(rows: Any, texts: list[str], add: float = 0.0) -> list[float]:
 
 
 async def several_later(completions: Any, answers: list[str]) -> list[float]:
-    return [float(one.text == answer) for one, answer in zip(completions, answers, strict=True)]
+    return [
+        float(completion.text == answer)
+        for completion, answer in zip(completions, answers, strict=True)
+    ]
 
 
 def abstains(text: str) -> None:
@@ -140,8 +143,8 @@ class Counting:
 
 
 def use(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
-    known = name if ":" in name or name in ("exact",) else f"{HERE}:{name}"
-    return model.RewardUse(use=known, weight=weight, options=options)
+    known_before = name if ":" in name or name in ("exact",) else f"{HERE}:{name}"
+    return model.RewardUse(use=known_before, weight=weight, options=options)
 
 
 def test_the_value_is_the_weighted_sum_and_raw_the_first_score() -> None:
@@ -205,8 +208,8 @@ async def _of(rewards: Rewards) -> Any:
 
 
 def test_async_functions_are_waited_for_together() -> None:
-    found = asyncio.run(_of(Rewards([use("exact"), use("slow", 4.0)])))
-    assert found == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25}, answer="42")
+    result = asyncio.run(_of(Rewards([use("exact"), use("slow", 4.0)])))
+    assert result == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25}, answer="42")
 
 
 def _several(rewards: Rewards, texts: list[str]) -> list[Any]:
@@ -219,19 +222,19 @@ def _several(rewards: Rewards, texts: list[str]) -> list[Any]:
 
 
 def test_a_function_of_lists_is_asked_of_what_waits() -> None:
-    found = _several(Rewards([use("several", add=0.5)]), ["a" * n for n in range(150)])
-    assert [one.value for one in found] == [n + 0.5 for n in range(150)]
+    several = _several(Rewards([use("several", add=0.5)]), ["a" * n for n in range(150)])
+    assert [record.value for record in several] == [n + 0.5 for n in range(150)]
     assert BATCHES == [64, 64, 22]
     both = Rewards([use("several_later"), use("several", 0.5)])
-    assert [one.value for one in _several(both, ["42", "no"])] == [2.0, 1.0]
+    assert [record.value for record in _several(both, ["42", "no"])] == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(("text", "error"), [("fail", KeyError), ("lost", ValueError)])
 def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
     text: str, error: type[Exception]
 ) -> None:
-    found = _several(Rewards([use("several")]), ["a", text])
-    assert [type(one) for one in found] == [error, error]
+    several = _several(Rewards([use("several")]), ["a", text])
+    assert [type(entry) for entry in several] == [error, error]
 
 
 @pytest.mark.parametrize(
@@ -284,16 +287,16 @@ def test_weights_options_and_versions_of_libraries_are_digested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     math = model.RewardUse(use="math")
-    seen = [
+    observed = [
         digest(use("exact")),
         digest(use("exact", 0.5)),
         digest(use("exact", case=False)),
         digest(use("exact"), use("brevity")),
         digest(math),
     ]
-    assert seen[0] == digest(use("exact"))
+    assert observed[0] == digest(use("exact"))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
-    assert len({*seen, digest(math)}) == 6
+    assert len({*observed, digest(math)}) == 6
 
 
 def test_a_list_is_written_and_read_back_the_same(tmp_path: Path) -> None:
@@ -367,7 +370,7 @@ def test_the_reward_of_an_environment_gives_way_to_another() -> None:
     assert world is not None
     assert (world.reset({"start": 3}), world.reward("3", ())) == ("3", None)
     assert world.step("x") == Observation(text="x", done=True)
-    found = task.score({"start": 3, "answer": "3"}, Completion(text="3", turns=()))
-    assert isinstance(found, Reward)
-    assert found.value == 1.0
+    score = task.score({"start": 3, "answer": "3"}, Completion(text="3", turns=()))
+    assert isinstance(score, Reward)
+    assert score.value == 1.0
     assert not task.single_turn()

@@ -144,7 +144,7 @@ def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "logged"),
+    ("text", "logged"),
     [
         ("", ""),
         (" 4\n 2 ", "4 2"),
@@ -153,9 +153,9 @@ def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
         ("x" * 200, "x" * 200),
     ],
 )
-def test_answer_is_one_line_that_can_be_printed(said: str, logged: str) -> None:
-    found = answer(Scripted(reward=Reward(value=1.0, answer=said)), SCORE)
-    assert isinstance(found, Rewarded) and found.answer == logged
+def test_answer_is_one_line_that_can_be_printed(text: str, logged: str) -> None:
+    actual_answer = answer(Scripted(reward=Reward(value=1.0, answer=text)), SCORE)
+    assert isinstance(actual_answer, Rewarded) and actual_answer.answer == logged
 
 
 @pytest.mark.parametrize("value", [1.000001e6, -1e200, Reward(value=1.7e308)])
@@ -189,8 +189,8 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
     failed = served.answer(of_episode(2, EnvStep(request="a", turn=Turn(text="raise"))))
     assert isinstance(failed, TaskFailed)
     assert failed.error == "RuntimeError"
-    seen = served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
-    assert isinstance(seen, EnvObserved)
+    answer = served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
+    assert isinstance(answer, EnvObserved)
     served.take(EndEpisode(1))
     served.take(EndEpisode(1))
     assert World.closed == 1
@@ -201,9 +201,9 @@ def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> N
     served = Served(Scripted(reward=None))
     for _ in range(2 * server.ERRORS_MAX):
         served.answer(SCORE)
-    said = capsys.readouterr().err
-    assert said.count("Traceback") == server.ERRORS_MAX
-    assert said.count("not shown") == 1
+    err = capsys.readouterr().err
+    assert err.count("Traceback") == server.ERRORS_MAX
+    assert err.count("not shown") == 1
 
 
 def test_an_error_of_this_program_is_a_line_and_no_traceback(
@@ -220,15 +220,15 @@ def test_an_error_of_this_program_is_a_line_and_no_traceback(
     )
 
 
-@pytest.mark.parametrize(("own", "config", "said"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize(("own", "config", "text"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
 def test_prompt_of_an_episode_says_whether_it_can_be_told_again(
-    own: bool, config: bool, said: bool
+    own: bool, config: bool, text: bool
 ) -> None:
     task = Scripted(world=True)
     task.replayable = bool(own)
     served = Served(task, replayable=bool(config))
     ready = served.answer(PROMPT)
     assert isinstance(ready, PromptReady)
-    assert (ready.episode, ready.replayable) == (True, said)
-    assert served.facts().replayable == said
+    assert (ready.episode, ready.replayable) == (True, text)
+    assert served.facts().replayable == text
     assert not Scripted().replayable

@@ -104,56 +104,60 @@ def call(name: str, **arguments: Any) -> ToolCall:
     ],
 )
 def test_the_model_is_told_what_came_of_a_call(asked: ToolCall, text: str, ok: bool) -> None:
-    seen = called(asked)
-    (message,) = normal(seen.messages)
+    observed = called(asked)
+    (message,) = normal(observed.messages)
     assert message["content"].startswith(text)
     assert message["role"] == "tool"
     assert message["tool_call_id"] == asked.id
     assert message.get("name", "") == asked.name
-    assert (seen.ok, seen.done) == (bool(ok), False)
+    assert (observed.ok, observed.done) == (bool(ok), False)
     raised = r"ZeroDivisionError: test_tools\.py:\d+: integer division or modulo by zero"
     own = {"broken": raised, "leaves": None}.get(asked.name, "")
-    assert own is None or re.fullmatch(own, seen.error)
+    assert own is None or re.fullmatch(own, observed.error)
 
 
 def test_the_calls_of_a_turn_run_at_the_same_time_and_are_answered_in_their_order() -> None:
-    seen = called(call("meet"), call("nap", seconds=0), call("broken"), call("meet"), limit_s=60)
-    assert [message["content"] for message in seen.messages] == [
+    observed = called(
+        call("meet"), call("nap", seconds=0), call("broken"), call("meet"), limit_s=60
+    )
+    assert [message["content"] for message in observed.messages] == [
         "met",
         "slept 0",
         "error: ZeroDivisionError: integer division or modulo by zero",
         "met",
     ]
-    assert seen.tool == "meet,nap,broken"
+    assert observed.tool == "meet,nap,broken"
 
 
 def test_calls_that_hang_are_given_up() -> None:
-    seen = called(call("hang"), call("hang_too"), limit_s=0.2)
-    assert [message["content"] for message in seen.messages] == ["error: timed out after 0.2 s"] * 2
+    observed = called(call("hang"), call("hang_too"), limit_s=0.2)
+    assert [message["content"] for message in observed.messages] == [
+        "error: timed out after 0.2 s"
+    ] * 2
 
 
 def test_what_asks_to_be_tried_again_does_so_alone() -> None:
-    made: list[str] = []
+    created: list[str] = []
 
     def once(name: str) -> str:
-        made.append(name)
-        if name == "b" and made.count("b") < 2:
+        created.append(name)
+        if name == "b" and created.count("b") < 2:
             raise Retry("the search is full")
         return name
 
-    known: dict[int, Told] = {}
+    tolds: dict[int, Told] = {}
     turn = Turn(
         text="", tool_calls=tuple(ToolCall(name="once", arguments={"name": n}) for n in "abc")
     )
     with pytest.raises(Retry, match="the search is full"):
-        asyncio.run(call_tools([once], turn, known))
-    seen = asyncio.run(call_tools([once], turn, known))
-    assert [message["content"] for message in seen.messages] == ["a", "b", "c"]
-    assert sorted(made) == ["a", "b", "b", "c"]
+        asyncio.run(call_tools([once], turn, tolds))
+    observed = asyncio.run(call_tools([once], turn, tolds))
+    assert [message["content"] for message in observed.messages] == ["a", "b", "c"]
+    assert sorted(created) == ["a", "b", "b", "c"]
 
 
 def test_a_turn_with_too_many_calls_is_told_so() -> None:
-    seen = called(*[call("add", a=n) for n in range(CALLS_MAX + 2)])
-    texts = [message["content"] for message in seen.messages]
+    observed = called(*[call("add", a=n) for n in range(CALLS_MAX + 2)])
+    texts = [message["content"] for message in observed.messages]
     assert texts[:CALLS_MAX] == [str(n + 1.0) for n in range(CALLS_MAX)]
     assert all("only 32 calls" in text for text in texts[CALLS_MAX:])

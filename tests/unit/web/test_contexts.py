@@ -22,7 +22,7 @@ def test_contexts_name_their_parents_and_what_they_share_with_them() -> None:
 def test_calls_have_their_context_caller_and_what_they_asked_for() -> None:
     tree = tree_of(BRANCHED_TRAJECTORY, lambda text: text)
     assert tree is not None
-    (row,) = (dict(zip(CALL_COLUMNS, one, strict=True)) for one in tree["calls"]["rows"])
+    (row,) = (dict(zip(CALL_COLUMNS, entry, strict=True)) for entry in tree["calls"]["rows"])
     assert (row["context"], row["caller"], row["prompt tokens"], row["tokens"]) == (
         0,
         "planner",
@@ -35,5 +35,5 @@ def test_calls_have_their_context_caller_and_what_they_asked_for() -> None:
 def test_what_an_agent_said_is_hidden_where_texts_are() -> None:
     tree = tree_of(BRANCHED_TRAJECTORY, lambda text: HIDDEN if text else text)
     assert tree is not None
-    (row,) = (dict(zip(CALL_COLUMNS, one, strict=True)) for one in tree["calls"]["rows"])
+    (row,) = (dict(zip(CALL_COLUMNS, entry, strict=True)) for entry in tree["calls"]["rows"])
     assert (row["caller"], row["ignored settings"]) == (HIDDEN, HIDDEN)

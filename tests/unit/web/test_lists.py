@@ -25,7 +25,7 @@ def stage() -> Iterator[CatalogueStage]:
     stage = CatalogueStage()
     incarnation = stage.worker()
     stage.fact(records.ready("w0", incarnation, 0, load_ms=500))
-    specs = [stage.group(one) for one in range(5)]
+    specs = [stage.group(index) for index in range(5)]
     for number, spec in enumerate(specs[:3]):
         stage.place(spec, incarnation)
         stage.log(spec, incarnation, rewards=(number / 2, None), tokens=10 * (number + 1))
@@ -37,8 +37,8 @@ def stage() -> Iterator[CatalogueStage]:
     stage.catalogue.close()
 
 
-def _names(found: dict[str, Any]) -> list[str]:
-    return [str(row[0]) for row in found["rows"]]
+def _names(result: dict[str, Any]) -> list[str]:
+    return [str(row[0]) for row in result["rows"]]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def _names(found: dict[str, Any]) -> list[str]:
 def test_groups_are_filtered_newest_first(
     stage: CatalogueStage, fields: str, expected: list[str]
 ) -> None:
-    found = tables.groups(view_of_told(stage), parse_query(f"?{fields}"))
-    assert _names(found) == expected
-    assert found["total"] == len(expected)
+    groups = tables.groups(view_of_told(stage), parse_query(f"?{fields}"))
+    assert _names(groups) == expected
+    assert groups["total"] == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_trajectories_are_filtered(stage: CatalogueStage, fields: str, count: in
 def test_trajectories_are_sorted_and_what_has_no_value_comes_last(
     stage: CatalogueStage, order: str, pick: Callable[[list[int]], int]
 ) -> None:
-    found = tables.trajectories(view_of_told(stage), parse_query(f"?sort={order}"))
-    values = [row[found["columns"].index("tokens")] for row in found["rows"]]
-    there = [one for one in values if one is not None]
+    trajectories = tables.trajectories(view_of_told(stage), parse_query(f"?sort={order}"))
+    values = [row[trajectories["columns"].index("tokens")] for row in trajectories["rows"]]
+    there = [value for value in values if value is not None]
     assert values[0] == pick(there)
     assert values == there + [None] * (len(values) - len(there))
 
@@ -133,9 +133,9 @@ def test_pages_follow_each_other_and_are_bounded(stage: CatalogueStage) -> None:
 
 
 def test_decisions_are_sought_in_subject_and_reason(stage: CatalogueStage) -> None:
-    found = tables.decisions(view_of_told(stage), parse_query("?kind=end&q=ADVANTAGE"))
-    assert [row[2] for row in found["rows"]] == ["g0000000002"]
-    assert found["counts"]["schedule"] == 6
+    decisions = tables.decisions(view_of_told(stage), parse_query("?kind=end&q=ADVANTAGE"))
+    assert [row[2] for row in decisions["rows"]] == ["g0000000002"]
+    assert decisions["counts"]["schedule"] == 6
 
 
 def test_worker_has_a_stay_per_version_with_its_loading(stage: CatalogueStage) -> None:
@@ -148,7 +148,7 @@ def test_worker_has_a_stay_per_version_with_its_loading(stage: CatalogueStage) -
 
 def test_window_leaves_out_what_lies_outside(stage: CatalogueStage) -> None:
     (row,) = timeline(view_of_told(stage), 0.0, 3.0)["rows"]
-    assert [one[3] for one in row["pieces"]] == [0]
+    assert [entry[3] for entry in row["pieces"]] == [0]
     assert row["pieces"][0][2] == 3.0
 
 
@@ -168,15 +168,15 @@ PIECES = st.lists(st.floats(0.001, 5.0), min_size=1, max_size=200)
 
 @given(PIECES, st.integers(1, 50))
 def test_merged_stays_cover_the_same_time_and_are_few(lengths: list[float], most: int) -> None:
-    pieces, at = [], 0.0
+    pieces, index = [], 0.0
     for version, length in enumerate(lengths):
-        pieces.append([at, at, at + length, float(version)])
-        at += length
-    found = merged(pieces, most, at / most)
-    assert found[0][0] == 0.0
-    assert found[-1][2] == pytest.approx(at)
-    assert all(a[2] == b[0] for a, b in pairwise(found))
-    assert len(found) <= 2 * most + 1
+        pieces.append([index, index, index + length, float(version)])
+        index += length
+    result = merged(pieces, most, index / most)
+    assert result[0][0] == 0.0
+    assert result[-1][2] == pytest.approx(index)
+    assert all(a[2] == b[0] for a, b in pairwise(result))
+    assert len(result) <= 2 * most + 1
 
 
 HOSTILE = (
@@ -207,8 +207,8 @@ def test_what_is_asked_for_never_becomes_sql(stage: CatalogueStage, text: str) -
 @pytest.mark.parametrize("fields", ["?step=1" + "0" * 60, "?offset=1" + "0" * 60, "?tokens_min=-5"])
 def test_numbers_of_any_size_are_answered_or_refused(stage: CatalogueStage, fields: str) -> None:
     try:
-        found = tables.trajectories(view_of_told(stage), parse_query(fields))
+        trajectories = tables.trajectories(view_of_told(stage), parse_query(fields))
     except UsageError as error:
         assert error.message
     else:
-        assert found["total"] <= 10
+        assert trajectories["total"] <= 10

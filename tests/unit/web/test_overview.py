@@ -24,9 +24,9 @@ from tests.support.ui_stage import view_of_told
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    found = CatalogueStage()
-    yield found
-    found.catalogue.close()
+    stage = CatalogueStage()
+    yield stage
+    stage.catalogue.close()
 
 
 def _overview(stage: CatalogueStage) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_reward_of_a_step_is_valid_and_raw_with_the_middle_half_of_its_groups(
     first = _done(stage, 0, incarnation, rewards=(1.0, 0.0))
     second = _done(stage, 1, incarnation, rewards=(1.0, None), tokens=21)
     stage.train(0, first, second)
-    found = _overview(stage)
+    overview = _overview(stage)
     expected = {
         "step": [0],
         "last": [0],
@@ -61,8 +61,8 @@ def test_reward_of_a_step_is_valid_and_raw_with_the_middle_half_of_its_groups(
         "longest": [21],
         "bound": [1],
     }
-    assert {name: found["points"][name] for name in expected} == expected
-    assert (found["staleness"], found["run"]["version"]) == ({"0": 2}, 1)
+    assert {name: overview["points"][name] for name in expected} == expected
+    assert (overview["staleness"], overview["run"]["version"]) == ({"0": 2}, 1)
 
 
 @pytest.mark.parametrize("steps", [399, 400, 401, 1000])
@@ -73,12 +73,12 @@ def test_long_runs_have_few_points_and_every_step_is_in_one(
     (step,) = (row for row in stage.builder.drain() if isinstance(row, StepRow))
     with closing(Catalogue()) as catalogue:
         catalogue.append(replace(step, step=number) for number in range(steps))
-        found = overview(view_of(catalogue, "long"))["points"]
-    assert len(found["step"]) == min(steps, 400)
-    assert (found["step"][0], found["last"][-1], sum(found["n"])) == (0, steps - 1, 2 * steps)
-    sizes = {last - first for first, last in zip(found["step"], found["last"], strict=True)}
+        result = overview(view_of(catalogue, "long"))["points"]
+    assert len(result["step"]) == min(steps, 400)
+    assert (result["step"][0], result["last"][-1], sum(result["n"])) == (0, steps - 1, 2 * steps)
+    sizes = {last - first for first, last in zip(result["step"], result["last"], strict=True)}
     assert max(sizes) - min(sizes) <= 1
-    assert all(a + 1 == b for a, b in zip(found["last"], found["step"][1:], strict=False))
+    assert all(a + 1 == b for a, b in zip(result["last"], result["step"][1:], strict=False))
 
 
 def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: CatalogueStage) -> None:
@@ -101,14 +101,14 @@ def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: Catal
 
 def test_groups_are_counted_by_outcome(stage: CatalogueStage) -> None:
     incarnation = stage.worker()
-    trained, filtered = (_done(stage, one, incarnation) for one in range(2))
+    trained, filtered = (_done(stage, index, incarnation) for index in range(2))
     failed, _ = stage.group(2), stage.group(3)
     stage.train(0, trained)
     stage.end(filtered, "filtered")
     stage.end(failed, "failed", "no trajectory is valid")
-    found = _overview(stage)
-    assert found["totals"]["outcomes"] == {"trained": 1, "filtered": 1, "failed": 1}
-    assert (found["totals"]["groups"], found["totals"]["open"]) == (4, 1)
+    overview = _overview(stage)
+    assert overview["totals"]["outcomes"] == {"trained": 1, "filtered": 1, "failed": 1}
+    assert (overview["totals"]["groups"], overview["totals"]["open"]) == (4, 1)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 1023, 1024, 1025, 2**30, 2**30 + 1])
@@ -121,20 +121,20 @@ def test_lengths_lie_in_the_bucket_of_audit(stage: CatalogueStage, tokens: int) 
 def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
     incarnation = stage.worker()
     spec, failed = stage.group(0), stage.group(1)
-    for one in (spec, failed):
-        stage.place(one, incarnation)
+    for entry in (spec, failed):
+        stage.place(entry, incarnation)
     stage.logged(
         spec,
         incarnation,
         (1.0, None),
-        said={0: {"parts": {"math": 0.5}}, 1: {"error": "KeyError: 'x'"}},
+        text={0: {"parts": {"math": 0.5}}, 1: {"error": "KeyError: 'x'"}},
     )
-    stage.logged(failed, incarnation, (None, None), said={0: {"error": "TimedOut: 10 s"}}, offset=9)
+    stage.logged(failed, incarnation, (None, None), text={0: {"error": "TimedOut: 10 s"}}, offset=9)
     stage.train(0, spec)
     stage.end(failed, "failed", "no trajectory is valid")
-    found = _overview(stage)
-    assert found["parts"] == {"math": [0.5]}
-    assert found["invalid"] == {
+    overview = _overview(stage)
+    assert overview["parts"] == {"math": [0.5]}
+    assert overview["invalid"] == {
         "series": {"infrastructure": [0], "answer": [0], "code": [1]},
         "errors": {"infrastructure": {"TimedOut": 1}, "answer": {}, "code": {"KeyError": 1}},
     }
@@ -148,9 +148,9 @@ def test_figures_of_learning_have_a_chart_each(stage: CatalogueStage) -> None:
         stage.log(spec, incarnation, offset=9 * step)
         metrics = {"entropy": 1.5, "updates": 2.0} | ({} if step else {"kl": 0.25})
         stage.train(step, spec, metrics=metrics, settings={"trainer.learning_rate": rate})
-    found = _overview(stage)
-    assert found["points"]["step"] == [0, 1]
-    assert {one["name"]: one["y"] for one in found["learning"]} == {
+    overview = _overview(stage)
+    assert overview["points"]["step"] == [0, 1]
+    assert {row["name"]: row["y"] for row in overview["learning"]} == {
         "entropy": [1.5, 1.5],
         "kl": [0.25, None],
         "learning_rate": [1e-3, 2e-3],
@@ -163,11 +163,11 @@ def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
     stage.place(spec, incarnation)
     stage.log(spec, incarnation, rewards=(1.0, 0.0))
     stage.end(spec, "evaluated")
-    found = _overview(stage)
+    overview = _overview(stage)
     metrics = {"mean@2": [0.5], "pass@1": [0.5], "pass@2": [1.0]}
     series = {"name": "", "version": [0], "reward": [0.5], "n": [2], "metrics": metrics}
-    assert found["evaluations"] == [series]
-    assert found["times"]["rows"] == []
+    assert overview["evaluations"] == [series]
+    assert overview["times"]["rows"] == []
 
 
 def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None:
@@ -193,25 +193,27 @@ def test_warnings_of_a_finished_run_name_invalid_rewards(stage: CatalogueStage) 
     stage.decide(StopRun(reason="all steps are committed"))
     view = view_of_told(stage)
     assert view.finished
-    (warning,) = (one for one in finished_warnings(view) if "valid reward" in one[1])
+    (warning,) = (warning for warning in finished_warnings(view) if "valid reward" in warning[1])
     assert warning[:2] == ["bad", "50% of the trained trajectories have no valid reward"]
 
 
 def test_a_run_without_anything_has_an_overview() -> None:
     with closing(Catalogue()) as catalogue:
-        found = overview(view_of(catalogue, "empty"))
-    assert (found["run"]["name"], found["run"]["version"]) == ("empty", -1)
-    assert found["timeline"]["rows"] == []
+        actual_overview = overview(view_of(catalogue, "empty"))
+    assert (actual_overview["run"]["name"], actual_overview["run"]["version"]) == ("empty", -1)
+    assert actual_overview["timeline"]["rows"] == []
 
 
 def _busy_s(stage: CatalogueStage) -> float:
-    found = utilisation(view_of_told(stage))
-    width_s = 2 * found["at"][0]
-    assert len(found["at"]) <= SLICES_MAX
-    assert all(0 <= one <= 1 for one in found["mean"] if one is not None)
+    actual_utilisation = utilisation(view_of_told(stage))
+    width_s = 2 * actual_utilisation["at"][0]
+    assert len(actual_utilisation["at"]) <= SLICES_MAX
+    assert all(0 <= entry <= 1 for entry in actual_utilisation["mean"] if entry is not None)
     last_s = (stage.now_ns - view_of_told(stage).first_ns) / 1e9
-    lengths = [min(width_s, last_s - place * width_s) for place in range(len(found["at"]))]
-    shares = [float(one or 0) for one in found["mean"]]
+    lengths = [
+        min(width_s, last_s - index * width_s) for index in range(len(actual_utilisation["at"]))
+    ]
+    shares = [float(entry or 0) for entry in actual_utilisation["mean"]]
     return float(sum(length * share for length, share in zip(lengths, shares, strict=True)))
 
 
@@ -276,17 +278,17 @@ def test_what_happened_to_the_run_is_marked_and_no_slot_is_in_use_while_it_was_s
     stage.begins("trainer", 1)
     stage.worker()
     stage.decide()
-    found = _overview(stage)
-    assert [(one["step"], one["text"].split(" ")[2]) for one in found["marks"]] == [
+    overview = _overview(stage)
+    assert [(row["step"], row["text"].split(" ")[2]) for row in overview["marks"]] == [
         (0, "trainer.learning_rate"),
         (0, "resumed"),
     ]
-    use = found["utilisation"]
+    use = overview["utilisation"]
     stopped = [
         mean
-        for at, mean in zip(use["at"], use["mean"], strict=True)
-        if last_s + 2 < at < last_s + 58
+        for index, mean in zip(use["at"], use["mean"], strict=True)
+        if last_s + 2 < index < last_s + 58
     ]
     assert len(stopped) > 10 and set(stopped) == {None}
-    (row,) = found["timeline"]["rows"]
+    (row,) = overview["timeline"]["rows"]
     assert all(piece[2] <= last_s + 1 or piece[0] >= last_s + 59 for piece in row["pieces"])

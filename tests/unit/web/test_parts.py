@@ -20,25 +20,25 @@ NO_SOURCE = cast(RunSource, None)
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    found = CatalogueStage()
-    yield found
-    found.catalogue.close()
+    stage = CatalogueStage()
+    yield stage
+    stage.catalogue.close()
 
 
 def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
     incarnation = stage.worker()
-    specs = [stage.spec(one) for one in range(4)]
+    specs = [stage.spec(index) for index in range(4)]
     stage.decide(*map(stage.dispatch, specs))
-    stage.decide(*(stage.placed(one, "w0", incarnation) for one in specs))
-    for number, one in enumerate(specs[:3]):
-        stage.log(one, incarnation)
+    stage.decide(*(stage.placed(spec, "w0", incarnation) for spec in specs))
+    for number, spec in enumerate(specs[:3]):
+        stage.log(spec, incarnation)
         if parts and number < 2:
-            stage.part(0, number, one)  # at 4 s and at 6 s
+            stage.part(0, number, spec)  # at 4 s and at 6 s
     sizes, early_s = ((1, 1), (1.5,)) if parts else ((), ())
     stage.train(0, *specs[:3], parts=sizes, early_s=early_s)
     stage.log(specs[3], incarnation)
     stage.train(1, specs[3])
-    return [one.group for one in specs]
+    return [spec.group for spec in specs]
 
 
 def page(stage: CatalogueStage, step: int) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def test_trainer_s_line_has_a_stripe_for_each_part_ahead_and_one_for_the_rest(
 
 def test_step_s_page_lists_its_parts_and_which_its_groups_are_in(stage: CatalogueStage) -> None:
     names = two_steps(stage, parts=True)
-    found = page(stage, 0)
-    assert found["parts"]["rows"] == [
+    actual_page = page(stage, 0)
+    assert actual_page["parts"]["rows"] == [
         [0, 4.0, 4.0, 4.0, 1.5, 1, 40, f"{names[0]}-001", "some finished"],
         [1, 6.0, 6.0, 0.5, None, 1, 40, f"{names[1]}-001", "some finished"],
         [2, 8.0, 8.0, 2.0, None, 1, 40, f"{names[2]}-001", "all finished"],
     ]
-    assert found["groups"]["columns"][-1] == "part"
-    assert [(row[0], row[-1]) for row in found["groups"]["rows"]] == [
+    assert actual_page["groups"]["columns"][-1] == "part"
+    assert [(row[0], row[-1]) for row in actual_page["groups"]["rows"]] == [
         (name, part) for part, name in enumerate(names[:3])
     ]
     assert "parts" not in page(stage, 1)
@@ -75,9 +75,9 @@ def test_step_s_page_lists_its_parts_and_which_its_groups_are_in(stage: Catalogu
 
 def test_pages_of_a_run_without_parts_say_nothing_of_them(stage: CatalogueStage) -> None:
     two_steps(stage, parts=False)
-    found = overview(view_of_told(stage))
-    assert "trainer" not in found["timeline"]
-    assert not any(found["points"]["ahead"])
+    actual_overview = overview(view_of_told(stage))
+    assert "trainer" not in actual_overview["timeline"]
+    assert not any(actual_overview["points"]["ahead"])
     plain = page(stage, 0)
     assert "parts" not in plain
     assert "part" not in plain["groups"]["columns"]

@@ -36,7 +36,7 @@ def test_what_is_no_whole_number_is_refused(address: str) -> None:
 
 def test_too_many_fields_are_refused() -> None:
     with pytest.raises(UsageError):
-        parse_query("?" + "&".join(f"a{one}=1" for one in range(FIELDS_MAX + 1)))
+        parse_query("?" + "&".join(f"a{index}=1" for index in range(FIELDS_MAX + 1)))
 
 
 @given(st.text(max_size=200))
@@ -55,10 +55,10 @@ FLOATS = st.floats(-1e9, 1e9, allow_nan=False)
 
 @given(st.lists(st.integers(), min_size=1, max_size=300), st.integers(2, 40))
 def test_spaced_keeps_both_ends_and_the_order(values: list[int], most: int) -> None:
-    at = spaced(list(range(len(values))), most)
-    assert len(at) <= most
-    assert at == sorted(set(at))
-    assert (at[0], at[-1]) == (0, len(values) - 1)
+    position = spaced(list(range(len(values))), most)
+    assert len(position) <= most
+    assert position == sorted(set(position))
+    assert (position[0], position[-1]) == (0, len(values) - 1)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)])

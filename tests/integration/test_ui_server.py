@@ -126,7 +126,7 @@ def test_other_files_are_not_there(server: PageServer, path: str) -> None:
         "/api/trajectories?tokens_min=x",
         "/api/trajectories?sort=x",
         "/api/overview/more",
-        "/api/trajectories?" + "&".join(f"a{one}=1" for one in range(99)),
+        "/api/trajectories?" + "&".join(f"a{index}=1" for index in range(99)),
     ],
 )
 def test_question_without_an_answer_is_a_line_of_json(server: PageServer, path: str) -> None:
@@ -161,7 +161,7 @@ def test_server_of_several_runs_lists_them_and_opens_those_alone(recorded: Recor
     root = recorded.directory.parent
     with RunsPages(root, redact=False) as answers:
         listed = answers.ask(parse_query("/run"))["runs"]
-        (row,) = (one for one in listed if one["run"] == "recorded")
+        (row,) = (row for row in listed if row["run"] == "recorded")
         assert (row["steps"], row["state"]) == (STEPS, "finished")
         name = recorded.directory.name
         assert answers.ask(parse_query(f"/{name}/run"))["name"] == "recorded"
@@ -175,14 +175,14 @@ def test_runs_say_how_far_they_are(server: PageServer) -> None:
 
 
 def test_many_ask_at_once_and_each_is_answered(server: PageServer) -> None:
-    found: list[int] = []
-    ask = lambda: found.append(_ask(server, "/api/overview")[0])  # noqa: E731
+    results: list[int] = []
+    ask = lambda: results.append(_ask(server, "/api/overview")[0])  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(16)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert found == [200] * len(threads)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [200] * len(threads)
 
 
 def test_more_than_there_is_room_for_are_refused(server: PageServer) -> None:

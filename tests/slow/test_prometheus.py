@@ -59,12 +59,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         with metrics_server(exporter, port=0) as server:
             following = _Following(exporter, cluster, folder)
             target = server.origin.removeprefix("http://")
-            with following, Prometheus(folder, target) as found:
-                found.until('count_over_time(dora_pipe_policy_version{run="scraped"}[1m]) >= 2')
+            with following, Prometheus(folder, target) as prometheus:
+                prometheus.until(
+                    'count_over_time(dora_pipe_policy_version{run="scraped"}[1m]) >= 2'
+                )
                 cluster.until(lambda: cluster.version >= 4)
-                found.until("dora_pipe_policy_version >= 4")
-                found.until("changes(dora_pipe_policy_version[1m]) > 0")
-                yield found
+                prometheus.until("dora_pipe_policy_version >= 4")
+                prometheus.until("changes(dora_pipe_policy_version[1m]) > 0")
+                yield prometheus
 
 
 class _Following:
@@ -90,7 +92,7 @@ class _Following:
         self._thread.join()
 
 
-@pytest.mark.parametrize(("dashboard", "title", "text"), QUERIES, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(("dashboard", "title", "text"), QUERIES, ids=lambda value: str(value)[:60])
 def test_every_query_of_every_dashboard_returns_data(
     prometheus: Prometheus, dashboard: str, title: str, text: str
 ) -> None:
@@ -107,13 +109,13 @@ def test_every_alert_can_be_evaluated_and_what_it_asks_for_is_there(
 ) -> None:
     prometheus.query(rule["expr"])
     loaded = {
-        one["name"]: one for group in prometheus.ask("rules")["groups"] for one in group["rules"]
+        row["name"]: row for group in prometheus.ask("rules")["groups"] for row in group["rules"]
     }
     assert not loaded[rule["alert"]].get("lastError"), loaded[rule["alert"]]
 
 
 def test_no_alert_of_broken_promises_fires_on_a_sound_run(prometheus: Prometheus) -> None:
-    firing = {one["labels"]["alertname"] for one in prometheus.ask("alerts")["alerts"]}
+    firing = {row["labels"]["alertname"] for row in prometheus.ask("alerts")["alerts"]}
     assert not firing & {"StalenessOverBound", "UnreadableRecords", "LogUnavailable"}
 
 

@@ -60,9 +60,9 @@ def _calls_of_the_newest(patches: Patches) -> None:
     right = Requests.fill
 
     def fill(self: Requests, *versions: int) -> None:
-        for one in self.by_key.values():
-            if one.call is not None and one.phase is Phase.WAITING and versions:
-                one.served = Served(versions[-1], one.served.digest)
+        for state in self.by_key.values():
+            if state.call is not None and state.phase is Phase.WAITING and versions:
+                state.served = Served(versions[-1], state.served.digest)
         right(self, *versions)
 
     patches.put(Requests, "fill", fill)
@@ -72,8 +72,8 @@ def _shared_twice(patches: Patches) -> None:
     right = ContextTree.place
 
     def place(self: ContextTree, prompt: Sequence[int]) -> CallPlace:
-        found = right(self, prompt)
-        return CallPlace(found.context, -1, 0, list(prompt)) if found.shared else found
+        answer = right(self, prompt)
+        return CallPlace(answer.context, -1, 0, list(prompt)) if answer.shared else answer
 
     patches.put(ContextTree, "place", place)
 
@@ -119,8 +119,8 @@ def _told_otherwise(patches: Patches) -> None:
 
     def tell(self: Episodes, request: RequestState, now: Now) -> None:
         if request.turn.replay:
-            said = request.turn.replay[0].said
-            self._requests.ask_environment(request, [*said[1:], *said[:1]], now)
+            text = request.turn.replay[0].said
+            self._requests.ask_environment(request, [*text[1:], *text[:1]], now)
         else:
             right(self, request, now)
 

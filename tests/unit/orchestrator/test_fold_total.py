@@ -64,11 +64,11 @@ def test_the_list_below_has_every_kind() -> None:
     assert kinds == KINDS
 
 
-@pytest.mark.parametrize("request", range(len(KINDS)))
-def test_illegal_record_is_counted_and_changes_nothing(request: int) -> None:
+@pytest.mark.parametrize("index", range(len(KINDS)))
+def test_illegal_record_is_counted_and_changes_nothing(index: int) -> None:
     stage = busy()
     before = stage.copy()
-    record = every_kind(stage)[request]
+    record = every_kind(stage)[index]
     stage.tell(record)
     assert unchanged(before, stage.state), record
     counted = stage.state.counters

@@ -22,9 +22,9 @@ def test_every_module_is_joined_once() -> None:
 
 def test_modules_are_joined_behind_those_that_they_need() -> None:
     static = static_files()
-    for place, name in enumerate(MODULES):
+    for index, name in enumerate(MODULES):
         needed = re.findall(r'from "\./([^"]+)"', static[name].decode())
-        assert set(needed) <= set(MODULES[:place]), name
+        assert set(needed) <= set(MODULES[:index]), name
 
 
 def test_joined_script_has_no_import_or_export_left_and_no_name_twice() -> None:
@@ -34,7 +34,7 @@ def test_joined_script_has_no_import_or_export_left_and_no_name_twice() -> None:
     for line in re.findall(r"^(?:const|let) (.+)", script, re.MULTILINE):
         names += re.findall(r"(?:^|, )(\w+) = ", line)
     assert len(names) > 50
-    assert [one for one in set(names) if names.count(one) > 1] == []
+    assert [name for name in set(names) if names.count(name) > 1] == []
 
 
 def test_policy_of_the_file_allows_its_own_script_and_style_and_nothing_else() -> None:
@@ -43,9 +43,9 @@ def test_policy_of_the_file_allows_its_own_script_and_style_and_nothing_else() -
     assert policy is not None
     assert policy[1].startswith("default-src 'none'")
     for tag in ("style", 'script type="module"'):
-        found = re.search(rf"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
-        assert found is not None
-        digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        match = re.search(rf"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
+        assert match is not None
+        digest = base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy[1]
     assert "/static/" not in page
 
@@ -59,5 +59,5 @@ def test_answers_cannot_end_the_element_they_stand_in() -> None:
 
 def test_pages_name_no_other_place() -> None:
     for name, body in static_files().items():
-        found = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", body.decode())
-        assert set(found) <= {"http://www.w3.org"}, name
+        matches = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", body.decode())
+        assert set(matches) <= {"http://www.w3.org"}, name

@@ -58,9 +58,9 @@ def fail_until_halted(stage: Stage, error: str = TYPO, *, turns: int = 100) -> H
         for name in stage.running():
             if name in stage.state.requests:
                 end_invalid(stage, name, error)
-        for one in stage.settle():
-            if isinstance(one, Halt):
-                return one
+        for decision in stage.settle():
+            if isinstance(decision, Halt):
+                return decision
     return None
 
 
@@ -81,20 +81,22 @@ def test_a_halted_run_decides_nothing_more_and_says_whom_it_waits_for() -> None:
         stage.finish(name)
     assert stage.plan() == []
     assert not stage.state.done
-    (wait,) = [one for one in waits(stage.state) if one.still]
+    (wait,) = [wait for wait in waits(stage.state) if wait.still]
     assert (wait.name, wait.blockers[0].id) == ("halted", "resume")
 
 
 def test_later_the_share_of_the_window_decides() -> None:
     rules = Rollout(prompts_per_step=2, max_failed_share=0.5)
     failures = Failures()
-    for at in range(1, 2 * WINDOW_MIN + 1):
-        if at > WINDOW_MIN and at % 4:
-            failures = note(failures, rules, ended_groups=at, error="E: x", trajectory=f"t{at}")
-        halt = halt_due(failures, rules, ended_groups=at)
+    for index in range(1, 2 * WINDOW_MIN + 1):
+        if index > WINDOW_MIN and index % 4:
+            failures = note(
+                failures, rules, ended_groups=index, error="E: x", trajectory=f"t{index}"
+            )
+        halt = halt_due(failures, rules, ended_groups=index)
         if halt is not None:
             break
-    in_window = [one for one in failures.failed if one.at > at - WINDOW_MIN]
+    in_window = [entry for entry in failures.failed if entry.at > index - WINDOW_MIN]
     assert len(in_window) == WINDOW_MIN // 2 + 1
     assert len(failures.failed) <= WINDOW_MIN
 
@@ -102,10 +104,10 @@ def test_later_the_share_of_the_window_decides() -> None:
 def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     stage = running()
     fail_until_halted(stage)
-    before = len([one for one in stage.decided if isinstance(one, Dispatch)])
+    before = len([decision for decision in stage.decided if isinstance(decision, Dispatch)])
     stage.tell(records.command("resume"))
     stage.settle()
-    assert len([one for one in stage.decided if isinstance(one, Dispatch)]) > before
+    assert len([decision for decision in stage.decided if isinstance(decision, Dispatch)]) > before
     stage.finish_all()
     stage.commit()
     assert stage.state.version == 1

@@ -16,12 +16,12 @@ BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
 
 @pytest.fixture(params=BUSES)
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    created: Any
+    harness: Any
     if request.param == "memory":
-        created = MemoryHarness()
+        harness = MemoryHarness()
     elif request.param == "sqlite":
-        created = SqliteHarness(tmp_path)
+        harness = SqliteHarness(tmp_path)
     else:
-        created = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
-    yield created
-    created.close()
+        harness = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield harness
+    harness.close()

@@ -317,8 +317,8 @@ def test_retention_of_a_topic_that_may_be_trimmed_is_not_told(
     theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     for name in ("kept.control", "kept.metrics"):
         configs = {"retention.ms": "3600000", "max.message.bytes": str(11 * 1024 * 1024)}
-        created = {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}}
-        theirs.create_topics(created, wait_for_metadata=True)
+        settings = {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}}
+        theirs.create_topics(settings, wait_for_metadata=True)
     theirs.close()
     bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
     bus.create([TopicSpec(name="kept.control"), TopicSpec(name="kept.metrics")])

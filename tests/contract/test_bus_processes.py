@@ -77,12 +77,12 @@ class WriterProcess:
 def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
     partition = TopicPartition(topic, 0)
     reader = bus.reader({partition: 0})
-    text: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    appended: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for record in catch_up(bus, reader, partition):
         who, call, index = record.value.decode().split()
         assert record.key == who.encode()
-        text[who].append((int(call), int(index)))
-    return text
+        appended[who].append((int(call), int(index)))
+    return appended
 
 
 def sequence(records: int) -> list[tuple[int, int]]:
@@ -129,8 +129,8 @@ def test_a_process_is_fenced_by_another(harness: Any) -> None:
     calls = int([line, *rest[:-1]][-1]) + 1
     # A broker may answer the commit that a fence overtakes with an unknown error.
     outcomes = {"fenced": {calls}, "unknown": {calls, calls + 1}}
-    text = told(bus, topic)["zombie"]
-    assert text in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
+    appended = told(bus, topic)["zombie"]
+    assert appended in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
     writer.close()
 
 
@@ -150,14 +150,14 @@ def kill_rounds(harness: Any, rounds: int) -> None:
         writer.process.kill()
         acknowledged[f"r{i}"] = int(([last, line, *writer.end()])[-1])
     bus.writer(exclusive=name).close()  # ends what the last killed one left open
-    text = told(bus, topic)
+    appended = told(bus, topic)
     for i in range(rounds):
         who = f"r{i}"
         calls = acknowledged[who] + 1
-        assert calls * BATCH <= len(text[who]) <= (calls + 1) * BATCH
-        assert text[who] == sequence(len(text[who])), "in order, without holes"
+        assert calls * BATCH <= len(appended[who]) <= (calls + 1) * BATCH
+        assert appended[who] == sequence(len(appended[who])), "in order, without holes"
         full = harness.url.startswith("sqlite") or i % 2
-        assert not full or len(text[who]) % BATCH == 0, "an append was torn"
+        assert not full or len(appended[who]) % BATCH == 0, "an append was torn"
 
 
 def test_killed_writers_lose_nothing_that_was_acknowledged(harness: Any) -> None:

@@ -159,7 +159,7 @@ def test_rows_of_three_versions_have_the_bits_that_each_version_alone_gives(
     expected = several.wanted()
     together = run(several.serving(0, 1, 2), expected)
     for version in range(3):
-        mine = [entry for entry in expected if entry.version == version]
+        mine = [request for request in expected if request.version == version]
         alone = run(several.serving(version, most=1), mine)
         assert_same(
             several, {request.request: together[request.request] for request in mine}, alone
@@ -185,7 +185,7 @@ def test_versions_sample_differently(several: Several) -> None:
 def test_another_version_is_loaded_while_rows_run_and_changes_none_of_their_bits(
     several: Several,
 ) -> None:
-    first = [replace(entry, version=entry.version % 2) for entry in several.wanted(8)]
+    first = [replace(request, version=request.version % 2) for request in several.wanted(8)]
     wholes = run(several.serving(0, 1), first)
     engine = several.serving(0, 1)
     results: dict[str, Result] = {request.request: Result() for request in first}
@@ -295,7 +295,7 @@ class TestAdapters:
         self, several: Several
     ) -> None:
         expected = several.wanted(12)
-        base = [entry for entry in expected if entry.version == 0]
+        base = [request for request in expected if request.version == 0]
         actual = run(several.serving(0, 1, 2), expected)
         if several.rounds:
             for request in base:

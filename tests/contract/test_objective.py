@@ -88,10 +88,8 @@ class Subject:
     keys: dict[str, Any] = field(default_factory=dict)
 
     def chosen(self, **keys: Any) -> Objective:
-        known_before = uses({"kind": self.kind, **keys}) | MAY_LACK | {"options"}
-        return chosen(
-            self.kind, **{k: v for k, v in {**self.keys, **keys}.items() if k in known_before}
-        )
+        allowed = uses({"kind": self.kind, **keys}) | MAY_LACK | {"options"}
+        return chosen(self.kind, **{k: v for k, v in {**self.keys, **keys}.items() if k in allowed})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -54,8 +54,8 @@ def opened(tmp_path: Path, **keys: Any) -> Opened:
 
 
 def test_files_are_the_default_and_ask_nobody(tmp_path: Path) -> None:
-    actual_opened = opened(tmp_path)
-    assert isinstance(actual_opened.transfers, MappedFiles) and actual_opened.peers is None
+    setup = opened(tmp_path)
+    assert isinstance(setup.transfers, MappedFiles) and setup.peers is None
 
 
 def test_none_keeps_nothing(tmp_path: Path) -> None:

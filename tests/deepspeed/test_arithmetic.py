@@ -56,8 +56,8 @@ def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
     are the same; those of `ours`."""
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.reference": 1}
     batch, *later = three_batches()
-    for entry in (ours, theirs):
-        entry.train(batch, SETTINGS)
+    for trainer in (ours, theirs):
+        trainer.train(batch, SETTINGS)
     digest = theirs.save_weights(first).digest
     named = Reference(version=1, digest=digest, weights=first)
     batches = [replace(entry, reference=named) for entry in later]

@@ -139,7 +139,7 @@ def test_adapter_stands_on_a_mixture_as_it_is_in_the_store(
     lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "down_proj"))
     ours, theirs = mixture.deepspeed(lora=lora, **options), mixture.torch(lora=lora)
     assert ours.manifest() == mixture.policy
-    result, wished = (steps(entry, three_batches()[:2], STEP) for entry in (ours, theirs))
+    result, wished = (steps(trainer, three_batches()[:2], STEP) for trainer in (ours, theirs))
     assert_same_steps(result, wished)
     expected = mixture.tensors(theirs, tmp_path / "theirs")
     for name, tensor in mixture.tensors(ours, tmp_path / "ours").items():

@@ -73,23 +73,23 @@ def test_gradient_of_other_parts_is_forgotten_before_a_batch_and_when_weights_ar
     fresh = bench.deepspeed(zero_stage=stage)
     before = bench.deepspeed(zero_stage=stage)
     digests = []
-    for entry in (fresh, before):
-        entry.train(make_batch(seed=9), PLAIN)
+    for trainer in (fresh, before):
+        trainer.train(make_batch(seed=9), PLAIN)
     for part in other.in_parts():
         before.train_part(part, PLAIN)
-    for entry in (fresh, before):
-        entry.train(replace(batch, step=1), PLAIN)
-        digests.append(entry.manifest().digest)
-        entry.save_optimizer(tmp_path / str(len(digests)))
+    for trainer in (fresh, before):
+        trainer.train(replace(batch, step=1), PLAIN)
+        digests.append(trainer.manifest().digest)
+        trainer.save_optimizer(tmp_path / str(len(digests)))
     before.train_part(other.in_parts()[0], PLAIN)
-    for entry in (fresh, before):
-        entry.train(make_batch(seed=2, step=2), PLAIN)
-        digests.append(entry.manifest().digest)
+    for trainer in (fresh, before):
+        trainer.train(make_batch(seed=2, step=2), PLAIN)
+        digests.append(trainer.manifest().digest)
     before.train_part(other.in_parts()[0], PLAIN)
-    for entry in (fresh, before):
-        entry.load(bench.weights, digest=bench.policy.digest, optimizer=None)
-        entry.train(batch, PLAIN)
-        digests.append(entry.manifest().digest)
+    for trainer in (fresh, before):
+        trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+        trainer.train(batch, PLAIN)
+        digests.append(trainer.manifest().digest)
     assert digests[0::2] == digests[1::2]
     assert len(set(digests)) == 3
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()

@@ -50,8 +50,8 @@ class Pair:
     def gradients(
         self, batch: TrainBatch, settings: Settings, ahead: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        for entry in (self.ours, self.theirs):
-            entry.load(self._weights, digest=self._policy.digest, optimizer=None)
+        for trainer in (self.ours, self.theirs):
+            trainer.load(self._weights, digest=self._policy.digest, optimizer=None)
         for part in batch.in_parts()[:ahead]:
             self.ours.train_part(part, settings)
         self.ours.train(batch, settings)
@@ -108,7 +108,7 @@ def test_gradient_of_drawn_parts_is_that_of_the_batch_on_one_process(
 ) -> None:
     result, expected = pair.gradients(*step)
     assert result.keys() == expected.keys()
-    scale = max((float(entry.abs().max()) for entry in expected.values()), default=0.0)
+    scale = max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     for name, entry in expected.items():
         apart = float((result[name] - entry).abs().max())
         assert apart <= APART * scale, name

@@ -114,10 +114,10 @@ def files() -> dict[str, bytes]:
         "decisions/round-parts.json": encode(later_values.ROUND_PARTS),
         "decisions/round-in-flight.json": encode(later_values.ROUND_IN_FLIGHT),
         **{
-            f"control/step-committed-{name}.json": encode(entry)
-            for name, entry in COMMITTED.items()
+            f"control/step-committed-{name}.json": encode(record)
+            for name, record in COMMITTED.items()
         },
-        **{f"control/run-started-{name}.json": encode(entry) for name, entry in STARTED.items()},
+        **{f"control/run-started-{name}.json": encode(record) for name, record in STARTED.items()},
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "decisions/round-skipped.json": encode(later_values.ROUND_SKIPPED),
         "control/role-started-draws.json": encode(later_values.ORCHESTRATOR_DRAWS),

@@ -272,8 +272,8 @@ def test_what_an_audit_cannot_see_is_said_and_stands_in_the_docs(
     call: Call, recorded: RecordedRun
 ) -> None:
     _, out, _ = call("audit", str(recorded.directory), "--json")
-    text = json.loads(out)["cannot_see"]
+    unseen = json.loads(out)["cannot_see"]
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
-    assert text and [line for line in text if line not in page] == []
+    assert unseen and [line for line in unseen if line not in page] == []
     _, out, _ = call("audit", str(recorded.directory))
     assert "outside the scope of audit" in out

@@ -179,7 +179,7 @@ def test_records_in_no_topic_and_in_no_partition_are_named_by_the_command(
     log.close()
     code, out, _ = call("audit", str(copy.directory), "--json")
     assert code == 5
-    texts = [load["message"] for load in json.loads(out)["violations"]]
+    texts = [violation["message"] for violation in json.loads(out)["violations"]]
     assert texts == [
         "records are in partition 5 of recorded.control, which has 1",
         "records have topic id 77, which the log does not define",

@@ -131,8 +131,8 @@ def test_kinds_that_are_forged_are_those_that_the_page_speaks_of(copy: RecordedR
     with Tamper(copy) as log:
         kinds = one_of_each(log).keys()
     page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields recorded only once")[2]
-    reply = page.partition("\n## ")[0]
-    assert [kind for kind in kinds if f"`{kind}`" not in reply] == []
+    page_head = page.partition("\n## ")[0]
+    assert [kind for kind in kinds if f"`{kind}`" not in page_head] == []
 
 
 @pytest.mark.slow

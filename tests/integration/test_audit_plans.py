@@ -12,7 +12,7 @@ from tests.support.tamper import Tamper
 def test_every_plan_of_a_real_log_is_made_again(copy: RecordedRun) -> None:
     report = audited(copy)
     assert report.holds
-    assert report.plans == report.rounds - sum(not entry.planned for entry in rounds_of(copy))
+    assert report.plans == report.rounds - sum(not round_.planned for round_ in rounds_of(copy))
     assert report.plans > 50
 
 
@@ -25,9 +25,9 @@ def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: R
     with Tamper(copy) as log:
         rounds = [entry for _, entry in log.rounds()]
         (forged, *_) = [
-            entry.ordinal
-            for entry in rounds[40:]
-            if any(isinstance(decision, TakeBatch) for decision in entry.decisions)
+            round_.ordinal
+            for round_ in rounds[40:]
+            if any(isinstance(decision, TakeBatch) for decision in round_.decisions)
         ]
 
         def change(decision: AnyDecision) -> AnyDecision:

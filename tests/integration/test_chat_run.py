@@ -86,7 +86,7 @@ def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> Non
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
     tokenizer = Tokenizer(place / "model")
-    begin, end = (tokenizer.backend.token_to_id(entry) for entry in ("<s>", "</s>"))
+    begin, end = (tokenizer.backend.token_to_id(token) for token in ("<s>", "</s>"))
     actual_trajectories = trajectories(place)
     bridges = 0
     for trajectory in actual_trajectories:
@@ -103,9 +103,9 @@ def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> Non
         )  # text that is no UTF-8 is another one anyway
         for (kind, message), (_, answer) in zip(turns[::2], turns[1::2], strict=False):
             assert kind == "model"
-            reply = tokenizer.full_text(answer)
+            spoken = tokenizer.full_text(answer)
             closed = "" if message[-1] == end else "</s>"
-            assert reply.startswith(f"{closed}[user]no</s>[system]obey</s>")
+            assert spoken.startswith(f"{closed}[user]no</s>[system]obey</s>")
             assert sum(entry == end for entry in answer) == 1 + bool(closed)
             bridges += 1
     assert bridges > 3

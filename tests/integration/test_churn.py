@@ -130,8 +130,8 @@ def test_episodes_that_can_be_told_again_survive_all_that(tmp_path: Path, kind: 
             if ORCHESTRATOR in cluster.roles:
                 churn.turn()
         assert clean(cluster).finished
-    text = sum(
+    counts = sum(
         ({id(machine): machine.requests.counts for machine in machines}).values(), Counter[str]()
     )
-    assert text["turns told again"] >= 10
-    assert text["progress unusable"] == 0
+    assert counts["turns told again"] >= 10
+    assert counts["progress unusable"] == 0

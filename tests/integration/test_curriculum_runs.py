@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 def dispatches(path: Path) -> list[Dispatch]:
     with opened(str(path / "runs" / "tiny")) as run:
-        rounds = [entry.round for entry in read_rounds(run.bus, run.topics)]
+        rounds = [logged_round.round for logged_round in read_rounds(run.bus, run.topics)]
     results = [
         decision
         for round_ in rounds

@@ -110,7 +110,7 @@ def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path
 
 
 def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:
-    store, reply, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
+    store, rebuilt, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
     damaged = store.root / delta_name(digests[2])
     damaged.write_bytes(damaged.read_bytes()[:-1])
     rebuilder = SourceRun(
@@ -119,10 +119,10 @@ def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_pa
         store=store,
         make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
-        on_rebuilt=reply.append,
+        on_rebuilt=rebuilt.append,
     )
     rebuilder.weights(3)
-    assert [entry.version for entry in reply] == [3]
+    assert [version.version for version in rebuilt] == [3]
     assert store.verify(digests[3]).digest == digests[3]
 
 

@@ -84,7 +84,7 @@ def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
     bus = KafkaBus([kafka_broker.bootstrap])
     names = Topics("looked-at")
     many = {names.trajectories: 4, names.progress: 4}
-    bus.create([TopicSpec(name=entry, partitions=many.get(entry, 1)) for entry in names.all()])
+    bus.create([TopicSpec(name=topic, partitions=many.get(topic, 1)) for topic in names.all()])
     bus.close()
     result = described(own_config)
     assert rows(result)[-1] == ("ok", "settings")

@@ -53,18 +53,18 @@ def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
     tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
     given: dict[str, Any] = {"model": "any", "tools": [tool], "instructions": "Add."}
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
-        text: Any
+        response: Any
         asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
         if streamed:
             with client.responses.stream(input=asked, **given) as stream:
-                text = stream.get_final_response()
+                response = stream.get_final_response()
         else:
-            text = client.responses.create(input=asked, **given)
-        assert text.output_text == "so:"
-        call = text.output[-1]
+            response = client.responses.create(input=asked, **given)
+        assert response.output_text == "so:"
+        call = response.output[-1]
         assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a":1,"b":2}')
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        asked += [item.model_dump(exclude_none=True) for item in text.output]
+        asked += [item.model_dump(exclude_none=True) for item in response.output]
         asked.append(result)
         last = client.responses.create(input=asked, **given)
     assert last.output_text == "three"
@@ -128,15 +128,15 @@ def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: 
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "stop_sequences": ["xyz", "re"]}
     base = url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=base, api_key=key, max_retries=0, timeout=60) as client:
-        text: Any = client.messages.create(messages=asked, **given)
-        assert (text.stop_reason, text.stop_sequence) != ("stop_sequence", "re")
+        message: Any = client.messages.create(messages=asked, **given)
+        assert (message.stop_reason, message.stop_sequence) != ("stop_sequence", "re")
         if streamed:
             with client.messages.stream(messages=asked, **given) as stream:
-                text = stream.get_final_message()
+                message = stream.get_final_message()
         else:
-            text = client.messages.create(messages=asked, **given)
-    assert text.content[0].text == "th"
-    assert (text.stop_reason, text.stop_sequence) == ("stop_sequence", "re")
+            message = client.messages.create(messages=asked, **given)
+    assert message.content[0].text == "th"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "re")
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/../inference/v1/generate"])

@@ -104,8 +104,8 @@ def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_ki
     with opened(str(place / "runs" / "tiny")) as run:
         decided = [
             decision
-            for entry in read_rounds(run.bus, run.topics)
-            for decision in entry.round.decisions
+            for logged_round in read_rounds(run.bus, run.topics)
+            for decision in logged_round.round.decisions
         ]
     asked = [group for group in decided if isinstance(group, ScoreGroup)]
     control = list(facts(place, "tiny"))

@@ -108,9 +108,9 @@ def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regene
 def again_whole(cluster: Cluster) -> list[Regenerated]:
     names = bound(build_ledger(cluster.bus, cluster.topics))
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
-    result = again(cluster, names, engine)
-    assert sorted(entry.trajectory for entry in result) == sorted(names)
-    return result
+    results = again(cluster, names, engine)
+    assert sorted(result.trajectory for result in results) == sorted(names)
+    return results
 
 
 def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) -> None:
@@ -136,9 +136,9 @@ def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Clus
 
 
 def test_every_trajectory_comes_out_bit_for_bit_under_its_versions(eventful: Cluster) -> None:
-    result = again_whole(eventful)
-    assert [entry for entry in result if not entry.equal] == []
-    assert max(entry.prefills for entry in result) > 2
+    results = again_whole(eventful)
+    assert [result for result in results if not result.equal] == []
+    assert max(result.prefills for result in results) > 2
 
 
 def test_request_goes_on_elsewhere_from_a_chain_over_several_versions(eventful: Cluster) -> None:
@@ -187,7 +187,7 @@ def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path)
         cluster.kill(worker)
         cluster.run()
         report = report_of(cluster)
-        again_ = [entry for entry in again_whole(cluster) if not entry.equal]
+        again_ = [result for result in again_whole(cluster) if not result.equal]
     assert again_ == []
     assert report.steps == 6
 
@@ -200,9 +200,9 @@ def test_turns_of_an_episode_may_be_of_several_versions(tmp_path: Path) -> None:
     ) as cluster:
         cluster.run()
         report = report_of(cluster)
-        result = again_whole(cluster)
+        results = again_whole(cluster)
     assert report.mixed_share
-    assert [entry for entry in result if not entry.equal] == []
+    assert [result for result in results if not result.equal] == []
 
 
 def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Path) -> None:
@@ -217,10 +217,10 @@ def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Pat
             trajectory.trajectory for trajectory in trajectories(cluster) if is_mixed(trajectory)
         ][:12]
         engine = parts.engine(cluster.assets, cluster.config, cluster.clock)
-        result = again(cluster, names, engine)
+        results = again(cluster, names, engine)
     assert report.mixed_share
-    assert len(result) == len(names) > 4
-    assert [entry for entry in result if not entry.equal] == []
+    assert len(results) == len(names) > 4
+    assert [result for result in results if not result.equal] == []
 
 
 # Damages: what is promised where C1 is off is looked at in every record.

@@ -63,7 +63,7 @@ def dying(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 def append(bus: KafkaBus, topic: str, *events: msgspec.Struct) -> list[int]:
     with closing(bus.writer()) as writer:
-        return writer.append([Append(topic=topic, value=encode(entry)) for entry in events])
+        return writer.append([Append(topic=topic, value=encode(record)) for record in events])
 
 
 def all_of(bus: KafkaBus, topic: str) -> list[bytes]:

@@ -71,10 +71,10 @@ def test_every_later_version_is_a_small_adapter_on_the_first(cluster: Cluster) -
 def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster) -> None:
     state, most, versions_on_one = State(), 0, 0
     assigned, moved = 0, 0
-    for entry in read_rounds(cluster.bus, cluster.topics):
-        fold_round(state, entry.round, entry.folded())
-        assigned += sum(isinstance(decision, Assign) for decision in entry.round.decisions)
-        moved += sum(isinstance(decision, Migrate) for decision in entry.round.decisions)
+    for logged_round in read_rounds(cluster.bus, cluster.topics):
+        fold_round(state, logged_round.round, logged_round.folded())
+        assigned += sum(isinstance(decision, Assign) for decision in logged_round.round.decisions)
+        moved += sum(isinstance(decision, Migrate) for decision in logged_round.round.decisions)
         for name, residence in state.residents.items():
             most = max(most, len(residence.held))
             here = state.workers[name].requests
@@ -94,9 +94,9 @@ def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
-    result = regenerated(cluster)
-    assert [entry for entry in result if not entry.equal] == []
-    assert len({entry.version for entry in result}) > 1
+    results = regenerated(cluster)
+    assert [result for result in results if not result.equal] == []
+    assert len({result.version for result in results}) > 1
 
 
 def regenerated(cluster: Cluster) -> list[Regenerated]:
@@ -142,7 +142,7 @@ def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_del
         )
         assert all(commit.delta is not None for commit in commits)
         assert all(line.replayed.equal for line in running.replayed(0, 4))
-        assert all(entry.equal for entry in regenerated(running))
+        assert all(result.equal for result in regenerated(running))
 
 
 def ledger_of(cluster: Cluster) -> Ledger:

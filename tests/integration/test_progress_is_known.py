@@ -28,8 +28,8 @@ def test_acknowledged_progress_record_brings_the_next_status_forward() -> None:
     (record,) = world.records(TOPICS.progress)
     world.ticks(worker, 3)
     (status,) = world.statuses()[before:]
-    known_before = {"g0000000001-000": Resume(tokens=16, partition=1, offset=record.offset)}
-    assert status.progress == known_before
+    expected = {"g0000000001-000": Resume(tokens=16, partition=1, offset=record.offset)}
+    assert status.progress == expected
 
 
 def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
@@ -53,12 +53,12 @@ def test_statuses_of_many_running_requests_say_what_has_changed_alone() -> None:
     world.until(worker, lambda: len(worker.machine.requests.progress()) == 80)
     world.ticks(worker, 3 * WHOLE_EVERY * 20)
     statuses = [decode_metrics(record.value) for record in world.records(TOPICS.metrics)]
-    texts = [status for status in statuses if isinstance(status, WorkerStatus)]
-    full_texts = [text for text in texts if not text.since]
-    assert len(full_texts) == -(-len(texts) // WHOLE_EVERY) > 1
-    reply = sum(len(status.progress) for status in texts if status.since)
+    statuses_sent = [status for status in statuses if isinstance(status, WorkerStatus)]
+    full_texts = [text for text in statuses_sent if not text.since]
+    assert len(full_texts) == -(-len(statuses_sent) // WHOLE_EVERY) > 1
+    named = sum(len(status.progress) for status in statuses_sent if status.since)
     chunks = len(world.records(TOPICS.progress))
-    assert reply <= chunks, "each record of progress is named once, but in whole statuses"
+    assert named <= chunks, "each record of progress is named once, but in whole statuses"
     assert world.statuses()[-1].progress == worker.machine.requests.progress()
 
 

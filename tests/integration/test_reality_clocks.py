@@ -73,8 +73,8 @@ def rounds_of(cluster: Cluster) -> list[Round]:
 
 def decided(cluster: Cluster) -> list[tuple[int, int, list[AnyDecision]]]:
     return [
-        (entry.ordinal, entry.control_next, [undated(decision) for decision in entry.decisions])
-        for entry in rounds_of(cluster)
+        (round_.ordinal, round_.control_next, [undated(decision) for decision in round_.decisions])
+        for round_ in rounds_of(cluster)
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_successor_on_a_machine_whose_clock_is_behind_never_turns_time_back(
         many.run()
         rounds = rounds_of(many)
         assert len(rounds) > len(before) + 5
-        times = [entry.now_ns for entry in rounds]
+        times = [round_.now_ns for round_ in rounds]
         assert times == sorted(times)
         observed_rounds = [observation for round_ in rounds for observation in round_.observations]
         assert not any(isinstance(expired, LeaseExpired) for expired in observed_rounds), (

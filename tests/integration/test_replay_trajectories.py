@@ -78,18 +78,18 @@ def _tables(run: RecordedRun) -> Catalogue:
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_random_trajectories_come_out_bit_for_bit(recorded: RecordedRun, slots: int) -> None:
-    result = _again(recorded, 60, slots=slots)
-    assert len(result) == 60
-    assert [entry for entry in result if not entry.equal] == []
-    assert len({entry.version for entry in result}) > 5
+    results = _again(recorded, 60, slots=slots)
+    assert len(results) == 60
+    assert [result for result in results if not result.equal] == []
+    assert len({result.version for result in results}) > 5
 
 
 def test_request_that_went_on_elsewhere_follows_its_prefill_points(recorded: RecordedRun) -> None:
     with closing(_tables(recorded)) as tables:
         moved = [name for name, _ in tables.query(MOVED)]
     assert moved, "the recorded run has requests that went on from a progress record"
-    result = _again(recorded, moved)
-    assert all(regenerated.equal and regenerated.prefills > 1 for regenerated in result), result
+    results = _again(recorded, moved)
+    assert all(regenerated.equal and regenerated.prefills > 1 for regenerated in results), results
 
 
 def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
@@ -128,9 +128,9 @@ def test_environments_are_fed_back_as_recorded(tmp_path: Path) -> None:
     with Cluster(tmp_path / "run", config, tasks=lambda: episode_tasks(3)) as cluster:
         cluster.run()
     run = RecordedRun(directory=tmp_path / "run", run="turns")
-    result = _again(run, 20)
-    assert [entry for entry in result if not entry.equal] == []
-    assert max(entry.prefills for entry in result) == 3
+    results = _again(run, 20)
+    assert [result for result in results if not result.equal] == []
+    assert max(result.prefills for result in results) == 3
 
 
 def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path
     with closing(_tables(run)) as tables:
         ended = "select trajectory_id from trajectories where finish = 'error' order by 1"
         names = [name for (name,) in tables.query(ended)]
-    result = _again(run, names[:20])
-    assert result
-    assert [entry for entry in result if not entry.equal] == []
+    results = _again(run, names[:20])
+    assert results
+    assert [result for result in results if not result.equal] == []
 
 
 def _broken_episodes() -> InlineTasks:
@@ -190,9 +190,9 @@ def _agent(log: Tamper, index: int = 40) -> str:
 def test_calls_of_an_agent_come_out_bit_for_bit_in_their_contexts(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         names = [_agent(log, index) for index in (20, 40)]
-    result = _again(copy, names)
-    assert [entry.difference for entry in result] == ["", ""]
-    assert all(entry.prefills >= 6 for entry in result)
+    results = _again(copy, names)
+    assert [result.difference for result in results] == ["", ""]
+    assert all(entry.prefills >= 6 for entry in results)
 
 
 def test_the_audit_of_an_agents_trajectory_is_clean(copy: RecordedRun) -> None:

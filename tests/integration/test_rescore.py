@@ -325,8 +325,8 @@ def test_a_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) ->
         other = call.request == trajectories[1].trajectory
         return PromptReady(request=call.request, text="5 6 8" if other else "5 6 7", episode=False)
 
-    result = again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
-    (wrong,) = [entry for entry in result if entry.difference]
+    results = again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
+    (wrong,) = [entry for entry in results if entry.difference]
     assert wrong.trajectory == trajectories[1].trajectory
     assert "its prompt is not that of row" in wrong.difference
 
@@ -352,8 +352,8 @@ def test_an_environment_receives_every_turn_and_must_answer_as_it_did(tmp_path: 
     tasks.step = lambda call: EnvObserved(
         request=call.request, text="8 8", done=False, tool="calc", ok=True
     )
-    result = again(turns[:2], tasks)
-    assert {entry.difference for entry in result} == {"its environment answers differently"}
+    results = again(turns[:2], tasks)
+    assert {result.difference for result in results} == {"its environment answers differently"}
 
 
 def test_an_agents_answer_is_scored_and_a_reward_of_its_own_is_not(recorded: RecordedRun) -> None:

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def decisions(cluster: Cluster) -> list[AnyDecision]:
     rounds = read_rounds(cluster.bus, cluster.topics)
-    return [decision for entry in rounds for decision in entry.round.decisions]
+    return [decision for logged_round in rounds for decision in logged_round.round.decisions]
 
 
 def test_audit_is_clean_and_plans_can_be_made_again(cluster: Cluster) -> None:

@@ -69,20 +69,20 @@ def test_versions_are_gone_and_audit_holds(over: Cluster) -> None:
 
 
 def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> None:
-    removed, reply = missing(over), list[Rebuilt]()
-    again = rebuilder(over, reply)
+    removed, rebuilt = missing(over), list[Rebuilt]()
+    again = rebuilder(over, rebuilt)
     history = read_history(over.bus, over.topics, VirtualClock())
     for version in removed:
         path = again.weights(version)
         assert path == over.store.weights_path(history.digest_of(version))
         assert over.store.verify(history.digest_of(version))
-    assert [entry.version for entry in reply] == removed
+    assert [entry.version for entry in rebuilt] == removed
     assert all(
         rebuilt.base % 4 == 0 and rebuilt.base + rebuilt.steps == rebuilt.version
-        for rebuilt in reply
+        for rebuilt in rebuilt
     )
-    assert "rebuilding it from" in reply[0].line and reply[0].digest[:12] in reply[0].line
-    assert again.weights(removed[0]).is_file() and len(reply) == len(removed)
+    assert "rebuilding it from" in rebuilt[0].line and rebuilt[0].digest[:12] in rebuilt[0].line
+    assert again.weights(removed[0]).is_file() and len(rebuilt) == len(removed)
     for version in removed:  # as they were, for the other tests
         over.store.drop_weights(history.digest_of(version))
 

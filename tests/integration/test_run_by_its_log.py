@@ -97,7 +97,7 @@ def test_run_that_has_topics_and_no_record_has_not_begun(
 ) -> None:
     log = tmp_path / "log.sqlite"
     bus = SqliteBus(log)
-    bus.create([TopicSpec(name=entry, partitions=1) for entry in Topics("early").all()])
+    bus.create([TopicSpec(name=topic, partitions=1) for topic in Topics("early").all()])
     bus.close()
     monkeypatch.setattr(rundir, "open_bus", lambda url: SqliteBus(log))
     with pytest.raises(UsageError, match="has not started"):

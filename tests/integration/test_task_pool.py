@@ -263,7 +263,7 @@ def test_step_under_which_three_processes_died_is_to_blame(episodes: TaskPool) -
     for _ in range(3):
         ask(episodes, prompt("bad"))
         ended.append(ask(episodes, EnvStep(request="bad", turn=Turn(text="die"))))
-    assert [type(entry) for entry in ended] == [EpisodeLost, EpisodeLost, TaskFailed]
+    assert [type(event) for event in ended] == [EpisodeLost, EpisodeLost, TaskFailed]
     assert isinstance(ended[-1], TaskFailed)
     assert ended[-1].error == "ProcessDied"
     ask(episodes, prompt("bad"))

@@ -316,8 +316,8 @@ def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) 
         ]
         done = ask(pool, EnvStep(request="a", turn=Turn(text="3")))
         assert done == EnvObserved(request="a", text="", done=True, tool="", ok=True)
-        texts = ({"role": "assistant", "content": "3"},)
-        scored = ask(pool, replace(score("a", "3"), messages=texts))
+        messages = ({"role": "assistant", "content": "3"},)
+        scored = ask(pool, replace(score("a", "3"), messages=messages))
         assert scored == Rewarded(request="a", reward=1.0, raw=None, parts={})
         assert pool.deaths == 0
 

@@ -84,7 +84,7 @@ def test_process_there_that_dies_loses_its_episodes_which_start_again(server: Se
         pid = pid_there(pool)
         os.kill(pid, signal.SIGKILL)
         lost = pool.poll(DEADLINE_S) or pool.poll(DEADLINE_S)
-        assert [type(entry) for entry in lost] == [EpisodeLost]
+        assert [type(event) for event in lost] == [EpisodeLost]
         assert server.url in lost[0].message  # type: ignore[union-attr]
         check_played(pool, "a")
         assert pid_there(pool) != pid

@@ -193,8 +193,8 @@ def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -
     bus, topics = MemoryBus(MemoryLog()), Topics("r")
     bus.create([TopicSpec(name=name) for name in topics.all()])
     wait = Wait(name="reward", description="rewards (1)", since_ns=0, blocking=True)
-    texts = [status(0, (wait,)), status(2 * SECOND_NS, ())]
-    appends = [Append(topic=topics.metrics, key=b"w0", value=encode(text)) for text in texts]
+    statuses = [status(0, (wait,)), status(2 * SECOND_NS, ())]
+    appends = [Append(topic=topics.metrics, key=b"w0", value=encode(text)) for text in statuses]
     bus.writer().append(appends)
     (role,) = [role for role in summary_of(bus, topics).roles if role.role == "w0"]
     assert role.waits == (("rewards", 1.75),), "to half a heartbeat of 0.5 s"

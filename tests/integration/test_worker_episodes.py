@@ -91,11 +91,11 @@ class Stage:
         self.resume = worker.machine.requests.progress().get(NAME, self.resume)
 
     def move(self, worker: Worker) -> None:
-        known_before = len(self.world.facts(RequestReleased))
+        released_before = len(self.world.facts(RequestReleased))
         request = self.world.place(worker, 0, attempt=self.attempt)
         self.world.decide(self.world.move(request, worker))
         self.world.ticks(worker, 12)
-        released = self.world.facts(RequestReleased)[known_before:]
+        released = self.world.facts(RequestReleased)[released_before:]
         for release in released:
             self.resume, self.kv = release.resume or self.resume, release.kv
         self.kill(worker)
@@ -138,10 +138,10 @@ def check(stage: Stage, trajectory: Trajectory) -> None:
 def turns_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
     results: list[tuple[Any, ...]] = []
     for segment in trajectory.segments:
-        texts = (segment.kind, segment.turn, segment.end, segment.tool, segment.ok)
-        if results and results[-1][:2] == texts[:2] and segment.kind == "model":
+        fields = (segment.kind, segment.turn, segment.end, segment.tool, segment.ok)
+        if results and results[-1][:2] == fields[:2] and segment.kind == "model":
             results.pop()
-        results.append(texts)
+        results.append(fields)
     return results
 
 

@@ -229,7 +229,7 @@ def test_worker_asked_to_stop_in_the_middle_of_a_move_completes_it() -> None:
     world.decide(world.move(request, world.start(worker="b")))
     world.ticks(source, 1)
     world.stop(source)
-    kinds = [type(entry) for entry in world.control()]
+    kinds = [type(event) for event in world.control()]
     assert kinds.index(RequestReleased) < kinds.index(WorkerLeft)
     assert world.facts(WorkerLeft)[0].progress == {}
 

@@ -85,7 +85,7 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     lost = PolicyError("no deltas/ab.delta in s3://policies/r")
     run.store.fallbacks.note(run.policy.digest, lost, "weights/ab.safetensors")
     run.work(script())
-    kinds = [type(entry) for _, entry in run.control()]
+    kinds = [type(event) for _, event in run.control()]
     assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
     (ready,) = [event for _, event in run.control() if isinstance(event, WorkerReady)]
     assert [fallback.reason for fallback in ready.fallbacks] == [lost.message]
@@ -146,7 +146,7 @@ def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) 
     logged = run.logged()[0]
     assert logged.incarnation == second != first
     assert len(run.engines) == 2
-    assert [entry.incarnation for entry in _left(run)] == [second]
+    assert [event.incarnation for event in _left(run)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
@@ -270,4 +270,4 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    assert [entry.incarnation for entry in _left(run)] == [run.joins()[0][0]]
+    assert [event.incarnation for event in _left(run)] == [run.joins()[0][0]]

@@ -57,8 +57,8 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
         worker.setup.incarnation,
     )
     (call,) = [call for call in tasks.seen if isinstance(call, GroupCall)]
-    texts = {name: trajectory.meta.index for name, trajectory in world.trajectories().items()}
-    assert len(call.completions) == len(texts) == 3
+    indices = {name: trajectory.meta.index for name, trajectory in world.trajectories().items()}
+    assert len(call.completions) == len(indices) == 3
     assert all(
         completion.turns == (completion.text,) and completion.turn is None
         for completion in call.completions

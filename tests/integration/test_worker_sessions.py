@@ -209,11 +209,11 @@ def test_answer_leaves_when_its_record_is_in_the_log() -> None:
         heard = len(told(worker))
         assert heard <= len(records)
     chain = [decode_turn_progress(record.value) for record in stage.world.records(TOPICS.progress)]
-    assert [entry.turn for entry in chain] == [0, 1]
+    assert [progress.turn for progress in chain] == [0, 1]
     assert [list(trajectory.token_ids) for trajectory in chain] == [
         tokens for _, tokens in told(worker)
     ]
-    assert [list(entry.given_ids) for entry in chain] == [[1, 2], [41]]
+    assert [list(progress.given_ids) for progress in chain] == [[1, 2], [41]]
 
 
 @settings(max_examples=25, deadline=None)

@@ -146,10 +146,10 @@ def test_request_whose_tool_has_answered_goes_before_those_that_have_not_begun()
     world.decide(*(world.place(worker, ordinal) for ordinal in range(5)))
     requests = worker.machine.requests
     world.until(worker, lambda: requests.in_phase(Phase.ENVIRONMENT) == 1)
-    (first,) = [entry for entry in requests.by_key.values() if entry.phase is Phase.ENVIRONMENT]
+    (first,) = [state for state in requests.by_key.values() if state.phase is Phase.ENVIRONMENT]
     tasks.held.clear()
     world.until(worker, lambda: first.sequence.turns_taken == 1 and first.phase is Phase.RUNNING)
-    begun = [entry for entry in requests.by_key.values() if entry.sequence.sampled_tokens]
+    begun = [state for state in requests.by_key.values() if state.sequence.sampled_tokens]
     assert len(begun) == 2, "itself, and the one that had its slot meanwhile"
 
 

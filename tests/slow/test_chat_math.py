@@ -46,18 +46,18 @@ def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:
         )
         for word in ("-o", f"{key}={path / name}")
     ]
-    text = tmp_path / "said"
+    output = tmp_path / "said"
     shortened = ["4" if word == "400" else word for word in sft]
-    assert call(tmp_path, *shortened) == 0, text.read_text()
-    assert call(tmp_path, *run, *overrides, *where) == 0, text.read_text()
-    assert len(re.findall(r"evaluation short of version", text.read_text())) == 3
-    assert len(re.findall(r"evaluation long of version", text.read_text())) == 2
+    assert call(tmp_path, *shortened) == 0, output.read_text()
+    assert call(tmp_path, *run, *overrides, *where) == 0, output.read_text()
+    assert len(re.findall(r"evaluation short of version", output.read_text())) == 3
+    assert len(re.findall(r"evaluation long of version", output.read_text())) == 2
     assert call(tmp_path, *show) == 0
-    assert "pass@4" in text.read_text()
+    assert "pass@4" in output.read_text()
     assert_clean(tmp_path, "chat-math")
-    assert call(tmp_path, "rescore", "chat-math") == 0, text.read_text()
-    assert call(tmp_path, "mismatch", "chat-math") == 0, text.read_text()
+    assert call(tmp_path, "rescore", "chat-math") == 0, output.read_text()
+    assert call(tmp_path, "mismatch", "chat-math") == 0, output.read_text()
     exported = ["2" if word == "20" else word for word in export]
-    assert call(tmp_path, *exported) == 0, text.read_text()
+    assert call(tmp_path, *exported) == 0, output.read_text()
     for name in ("chat_template.jinja", "generation_config.json", "README.md", "tokenizer.json"):
         assert (path / "trained" / name).is_file(), name

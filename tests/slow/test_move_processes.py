@@ -37,7 +37,7 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
             until(lambda: bool(asked_away(place)))
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
-    released = [entry for entry in of(place, RequestReleased) if entry.worker == DRAINED]
+    released = [release for release in of(place, RequestReleased) if release.worker == DRAINED]
     with_cache = [release for release in released if release.kv is not None]
     assert with_cache, released
     actual_trajectories = trajectories(place)
@@ -62,7 +62,7 @@ def test_source_that_is_killed_before_it_lets_go_leaves_its_progress(place: Path
         asked = asked_away(place)
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
-    assert not any(entry.trajectory in asked for entry in of(place, RequestReleased))
+    assert not any(release.trajectory in asked for release in of(place, RequestReleased))
     actual_trajectories = trajectories(place)
     assert asked <= actual_trajectories.keys()
     gone_on = [

@@ -82,22 +82,22 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     other = start(place, "worker", *words, "--name", "b")
     until_joined(place, {"b": other})
     trainer = start(place, "trainer", *words)
-    text = place / "said"
+    output = place / "said"
     until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
     server = _server_of(served.pid)
     key = _key_of(server)
     processes = family(server)
     assert len(processes) >= 1 + ranks
     os.kill(server, signal.SIGKILL)
-    assert served.wait(WAIT_S) == 7, text.read_text()
+    assert served.wait(WAIT_S) == 7, output.read_text()
     assert not any(_alive(pid) for pid in processes)
     ends = [process.wait(WAIT_S) for process in (orchestrator, other, trainer)]
-    assert ends == [0, 0, 0], text.read_text()
-    assert "vLLM's server ended by SIGKILL" in text.read_text()
+    assert ends == [0, 0, 0], output.read_text()
+    assert "vLLM's server ended by SIGKILL" in output.read_text()
     assert steps(place, "tiny") == list(range(STEPS))
     assert_clean(place, "tiny")
     assert start(place, "audit", "tiny").wait(WAIT_S) == 0
-    assert "vllm 0." in text.read_text()
+    assert "vllm 0." in output.read_text()
     with opened("tiny", place / "runs") as run:
         report = audit(run.bus, run.topics, run.store)
     by_engine = {engine.engine: engine.trajectories for engine in report.engines}
@@ -135,13 +135,15 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
         WAIT_S,
     )
     os.kill(_server_of(served[0].pid), signal.SIGKILL)
-    text = place / "said"
-    assert served[0].wait(WAIT_S) == 7, text.read_text()
+    output = place / "said"
+    assert served[0].wait(WAIT_S) == 7, output.read_text()
     late = start(place, "worker", *words, "--name", "late", "--engine", "torch")
     ends = [process.wait(WAIT_S) for process in (orchestrator, served[1], late, trainer)]
-    assert ends == [0] * 4, text.read_text()
+    assert ends == [0] * 4, output.read_text()
     assert_clean(place, "tiny")
-    released = {entry.trajectory for entry in of(place, RequestReleased) if entry.kv is not None}
+    released = {
+        release.trajectory for release in of(place, RequestReleased) if release.kv is not None
+    }
     moved = [
         trajectory for trajectory in trajectories(place).values() if trajectory.meta.migrations
     ]
@@ -187,7 +189,7 @@ def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place
     ).read_text()
     assert_clean(place, "tiny")
     assert joined(place) == {"w0": "torch", DRAINED: "vllm"}
-    released = [entry for entry in of(place, RequestReleased) if entry.worker == DRAINED]
+    released = [release for release in of(place, RequestReleased) if release.worker == DRAINED]
     actual_trajectories = trajectories(place)
     removed = [
         actual_trajectories[release.trajectory] for release in released if release.kv is not None

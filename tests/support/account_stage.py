@@ -190,9 +190,9 @@ def began() -> AccountStage:
 
 def whole() -> AccountStage:
     """Trajectory 1 moves from w1 to w0 and ends last; step 4 trains both."""
-    reply = began()
-    reply.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
-    reply.decide(150, place("w1", W1, 1))
+    stage = began()
+    stage.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
+    stage.decide(150, place("w1", W1, 1))
     move = Migrate(
         reason="w1 is freed for version 4",
         trajectory=SECOND,
@@ -202,15 +202,15 @@ def whole() -> AccountStage:
         to="w0",
         to_incarnation=W0,
     )
-    reply.decide(300, move)
-    reply.fact(
+    stage.decide(300, move)
+    stage.fact(
         RequestReleased(at_ns=at(320), worker="w1", incarnation=W1, trajectory=SECOND, attempt=1)
     )
-    reply.fact(logged(390, "w0", W0, FIRST))
-    reply.decide(400, place("w0", W0, 1, attempt=2))
-    reply.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
-    reply.decide(750, take())
-    return reply.fact(commit(1000))
+    stage.fact(logged(390, "w0", W0, FIRST))
+    stage.decide(400, place("w0", W0, 1, attempt=2))
+    stage.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
+    stage.decide(750, take())
+    return stage.fact(commit(1000))
 
 
 def contents() -> dict[str, Content]:

@@ -126,8 +126,8 @@ class AgentsPort:
         assert running.waits[heard.call] is None, "answered once"
         running.waits[heard.call] = heard
         if isinstance(heard, AnswerCall):
-            texts = (running.prompts[heard.call], list(heard.token_ids))
-            self.answered[heard.request].append(texts)
+            exchange = (running.prompts[heard.call], list(heard.token_ids))
+            self.answered[heard.request].append(exchange)
         else:
             self.refused.append(heard)
         waits = [wait for wait in running.waits.values() if wait is not None]
@@ -185,8 +185,8 @@ def turns(prompt: Sequence[int], *answers: Sequence[int]) -> Play:
 def wandering(random: Random, calls: int) -> Agent:
     """Random calls that continue, branch, cut or join earlier contexts."""
     texts: list[list[int]] = [[random.randrange(1, 50) for _ in range(random.randint(1, 6))]]
-    created = 0
-    while created < calls:
+    calls_made = 0
+    while calls_made < calls:
         asks: list[Ask] = []
         for _ in range(random.choice([1, 1, 1, 2, 3])):
             base = random.choice(texts[-3:])
@@ -196,7 +196,7 @@ def wandering(random: Random, calls: int) -> Agent:
             ]
             prompt = [*base[: len(base) - cut], *fresh]
             asks += [Ask(prompt, random.choice([None, 3]))] * random.choice([1, 1, 2])
-        created += len(asks)
+        calls_made += len(asks)
         heard = yield asks
         for ask, effect in zip(asks, heard, strict=True):
             if isinstance(effect, AnswerCall):

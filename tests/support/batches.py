@@ -51,8 +51,8 @@ def make_trajectory(
 ) -> Trajectory:
     purpose, ordinal, sample = parse_trajectory_id(trajectory)
     start, end = len(prompt), len(prompt) + len(sampled)
-    known_before = [-4.5] * len(sampled) if logprobs is None else logprobs
-    column: list[float | None] = [*[None] * start, *known_before]
+    sampled_logprobs = [-4.5] * len(sampled) if logprobs is None else logprobs
+    column: list[float | None] = [*[None] * start, *sampled_logprobs]
     return Trajectory(
         trajectory=trajectory,
         version=version,

@@ -255,7 +255,7 @@ class CatalogueStage(ToldRun):
 def differences(bus: Bus, topics: Topics) -> list[str]:
     ledger = build_ledger(bus, topics)
     with closing(read_catalogue(bus, topics)) as catalogue:
-        texts = {
+        by_catalogue = {
             name: (outcome, step if outcome == "trained" else None, tuple(places or ()))
             for name, outcome, step, places in catalogue.query(
                 """select group_id, any_value(groups.outcome), any_value(step),
@@ -265,7 +265,7 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
             )
         }
         standings = dict(catalogue.query("select status, count(*) from records group by status"))
-    known_before = {
+    by_ledger = {
         name: (
             group.outcome or "open",
             group.step,
@@ -274,9 +274,9 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
         for name, group in ledger.accounts.groups.items()
     }
     results = [
-        f"{name}: {known_before.get(name)} by the ledger, {texts.get(name)} by the catalogue"
-        for name in sorted(known_before.keys() | texts.keys())
-        if known_before.get(name) != texts.get(name)
+        f"{name}: {by_ledger.get(name)} by the ledger, {by_catalogue.get(name)} by the catalogue"
+        for name in sorted(by_ledger.keys() | by_catalogue.keys())
+        if by_ledger.get(name) != by_catalogue.get(name)
     ]
     counted: dict[str, int] = {}
     for fact in ledger.accounts.logged.values():

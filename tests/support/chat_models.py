@@ -102,7 +102,7 @@ def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: 
     settings = {"bos_token": begin, "eos_token": end, "image_token": "<image>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if path.stem.startswith("glm"):
-        ids = [backend.token_to_id(entry) for entry in ("<|user|>", "<|observation|>")]
+        ids = [backend.token_to_id(token) for token in ("<|user|>", "<|observation|>")]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     (folder / "chat_template.jinja").write_text(text)
     return folder

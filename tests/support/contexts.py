@@ -51,8 +51,8 @@ def in_pieces(
         )
         tiles.append(tile)
     mask = [int(tile.kind == "model") for tile in tiles for _ in range(tile.start, tile.end)]
-    known_before = [value if value is not None else -4.5 for value in trajectory.logprobs]
-    logprobs = [value if of else None for value, of in zip(known_before, mask, strict=True)]
+    values = [value if value is not None else -4.5 for value in trajectory.logprobs]
+    logprobs = [value if of else None for value, of in zip(values, mask, strict=True)]
     return replace(
         trajectory,
         loss_mask=mask,

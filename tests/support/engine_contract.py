@@ -222,7 +222,7 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 @check()
 def check_declarations_are_known(subject: Subject) -> None:
     engine = subject.open(slots=3, context_tokens=64)
-    known_before = {
+    features = {
         COUNTER_SAMPLING,
         BATCH_INVARIANT,
         PREFILL_EXACT,
@@ -230,7 +230,7 @@ def check_declarations_are_known(subject: Subject) -> None:
         PARTIAL_ROLLOUT,
         SLEEP,
     }
-    assert engine.declares <= known_before
+    assert engine.declares <= features
     assert engine.slots == 3 and engine.context_tokens == 64
     assert engine.name and engine.version and engine.device and engine.dtype
 

@@ -190,12 +190,12 @@ class FakeVllm(ThreadingHTTPServer):
         return {"tensors": 1}
 
     def adapter(self, path: str, name: str) -> tuple[int, object]:
-        known_before = name in self.named
-        if path.startswith("/v1/load") and not known_before and not self.refusal:
+        is_loaded = name in self.named
+        if path.startswith("/v1/load") and not is_loaded and not self.refusal:
             self.loads += 1
             self.named[name] = self.loads
             self.served.add(self.loads)
-        elif path.startswith("/v1/unload") and known_before:
+        elif path.startswith("/v1/unload") and is_loaded:
             del self.named[name]  # the worker keeps the adapter, as in vLLM
         else:
             text = self.refusal or f"The lora adapter '{name}' cannot be found."

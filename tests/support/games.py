@@ -47,20 +47,20 @@ class Games(InlineTasks):
         super().lose(request)
 
     def _respond(self, call: EnvStep) -> TaskEvent:
-        text = self.told[call.request]
-        text.append(call.turn.text)
+        turns = self.told[call.request]
+        turns.append(call.turn.text)
         name = call.request.partition("/")[0]
-        chance = Random(f"{self.seed} {name} {text} {self.slip}")
+        chance = Random(f"{self.seed} {name} {turns} {self.slip}")
         words = [str(chance.randrange(1, 60)) for _ in range(chance.choice([0, 1, 2, 5]))]
         return EnvObserved(
             request=call.request,
             text=" ".join(words),
-            done=len(text) >= Random(f"{self.seed} {name}").randint(1, self.turns),
+            done=len(turns) >= Random(f"{self.seed} {name}").randint(1, self.turns),
             tool=chance.choice(["", "calc"]),
             ok=chance.random() < 0.7,
         )
 
     def _score(self, call: RewardCall) -> TaskEvent:
-        text = self.told.pop(call.request)
-        value = Random(f"{text} {call.turns}").random()
-        return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(text)})
+        turns = self.told.pop(call.request)
+        value = Random(f"{turns} {call.turns}").random()
+        return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(turns)})

@@ -49,21 +49,23 @@ class Session:
         if "id" not in message or "method" not in message:
             return None
         method, params = message["method"], message.get("params", {})
-        text: dict[str, Any]
+        result: dict[str, Any]
         if method == "initialize":
             me = {"name": "notes", "version": "0.3"}
             version = params["protocolVersion"]
-            text = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": me}
+            result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": me}
         elif method == "tools/list":  # in two pages
             half = len(TOOLS) // 2
             first = "cursor" not in params
-            text = {"tools": TOOLS[:half], "nextCursor": "2"} if first else {"tools": TOOLS[half:]}
+            result = (
+                {"tools": TOOLS[:half], "nextCursor": "2"} if first else {"tools": TOOLS[half:]}
+            )
         elif method == "tools/call":
-            text = self._call(params["name"], params.get("arguments", {}))
+            result = self._call(params["name"], params.get("arguments", {}))
         else:
             error = {"code": -32601, "message": f"no {method}"}
             return {"jsonrpc": "2.0", "id": message["id"], "error": error}
-        return {"jsonrpc": "2.0", "id": message["id"], "result": text}
+        return {"jsonrpc": "2.0", "id": message["id"], "result": result}
 
     def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if name == "add-numbers":

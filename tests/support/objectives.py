@@ -50,16 +50,16 @@ def random_inputs(
 ) -> Inputs:
     """Return float64 tokens with one advantage per trajectory. `spread` is the distance of the
     policies in nats; `on_policy` makes them equal."""
-    created = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
     def noise(scale: float) -> Tensor:
-        return scale * torch.randn(size, generator=created, dtype=torch.float64)
+        return scale * torch.randn(size, generator=generator, dtype=torch.float64)
 
-    logprobs = -0.1 - torch.rand(size, generator=created, dtype=torch.float64) * 3
+    logprobs = -0.1 - torch.rand(size, generator=generator, dtype=torch.float64) * 3
     apart = 0.0 if on_policy else spread
     behaviour, near, reference = (logprobs + noise(apart) for _ in range(3))
-    advantages = torch.randn(len(lengths), generator=created, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     teacher = logprobs + noise(0.5)
     return Inputs(
         logprobs=logprobs.clone().requires_grad_(),

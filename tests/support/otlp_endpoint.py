@@ -153,5 +153,5 @@ def value_of(value: AnyValue) -> Value:
     which = value.WhichOneof("value")
     if which == "array_value":
         return tuple(str(value_of(value)) for value in value.array_value.values)
-    actual_value: Value = getattr(value, str(which))
-    return actual_value
+    content: Value = getattr(value, str(which))
+    return content

@@ -71,8 +71,8 @@ def problem(words: Sequence[str], folder: Path) -> str:
             return _recipe_problem(rest)
         case ["python" | "python3", *rest]:
             return _python_problem(rest)
-    known_before = Path(words[0]).name in FOREIGN or (ROOT / words[0]).is_file()
-    return "" if known_before else f"unknown program {words[0]}"
+    is_known = Path(words[0]).name in FOREIGN or (ROOT / words[0]).is_file()
+    return "" if is_known else f"unknown program {words[0]}"
 
 
 def _own_problem(words: Sequence[str], folder: Path) -> str:

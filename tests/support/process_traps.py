@@ -114,10 +114,10 @@ class _GoOnWhenFenced:
             for offset, fact in joined
             if isinstance(fact, WorkerJoined) and fact.pid == hit.pid
         )
-        new_rounds = [decision for round_ in rounds for decision in round_.decisions]
+        decided = [decision for round_ in rounds for decision in round_.decisions]
         if any(
             isinstance(decision, Fence) and decision.incarnation == incarnation
-            for decision in new_rounds
+            for decision in decided
         ):
             (files.directory / "stopped-incarnation").write_text(str(incarnation))
             os.kill(hit.pid, signal.SIGCONT)

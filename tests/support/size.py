@@ -76,12 +76,12 @@ def by_folder() -> dict[str, Size]:
 
 def total(sizes: dict[str, Size], folders: Iterable[str] | None = None) -> Size:
     chosen = None if folders is None else set(folders)
-    actual_NOTHING = NOTHING
+    total = NOTHING
     for name, size in sizes.items():
         top = name.partition("/")[0]
         if top in chosen if chosen is not None else top not in NOT_INSTALLED:
-            actual_NOTHING += size
-    return actual_NOTHING
+            total += size
+    return total
 
 
 def small_modules() -> list[str]:

@@ -153,11 +153,11 @@ class FakeWandbHarness:
         return WandbTracker(PROJECT, self.environment)
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
-        actual_run = self.fake.runs.get(run.id, FakeRun())
-        assert not actual_run.rows or actual_run.axes == {STEP: None, "*": STEP}
+        fake_run = self.fake.runs.get(run.id, FakeRun())
+        assert not fake_run.rows or fake_run.axes == {STEP: None, "*": STEP}
         return [
             (row[STEP], {name: float(value) for name, value in row.items() if name != STEP})
-            for row in actual_run.rows
+            for row in fake_run.rows
         ]
 
 

@@ -190,8 +190,8 @@ def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
 
 def warm_example(path: Path, example: str, keys: Sequence[str], *, steps: int) -> Path:
     (path / "examples").symlink_to(ROOT / "examples")
-    created = [sys.executable, f"examples/{example}/make.py", "made"]
-    subprocess.run(created, check=True, cwd=path)
+    command = [sys.executable, f"examples/{example}/make.py", "made"]
+    subprocess.run(command, check=True, cwd=path)
     words = ["sft", f"examples/{example}/config.toml", "warm", "--data", "made/sft.jsonl"]
     words += ["--steps", str(steps), "--learning-rate", "0.004"]
     words += [

@@ -45,7 +45,7 @@ def test_every_file_that_is_mounted_is_there_and_cannot_be_changed(service: Serv
     for target, source in service.mounts.items():
         assert source.exists(), f"{service.name}: {target}"
         assert source.resolve().is_relative_to(OBSERVE)
-    mounted = [entry for entry in service.raw.get("volumes", []) if entry.startswith(".")]
+    mounted = [option for option in service.raw.get("volumes", []) if option.startswith(".")]
     assert all(entry.endswith(":ro") for entry in mounted)
 
 

@@ -70,10 +70,10 @@ def test_a_log_is_lines_of_plain_text_but_for_a_traceback() -> None:
         raise ValueError(HOSTILE)
     except ValueError:
         record.exc_info = sys.exc_info()
-    reply = lines.format(record)
-    assert is_harmless(reply)
-    assert "ValueError" in reply
-    assert reply.count("\n") >= 3
+    text = lines.format(record)
+    assert is_harmless(text)
+    assert "ValueError" in text
+    assert text.count("\n") >= 3
 
 
 def test_stdout_of_ascii_alone_gets_escapes_and_no_traceback(

@@ -91,8 +91,8 @@ class Brokers:
 
     def pid(self, node: int) -> int | None:
         with self._lock:
-            actual_node = next(entry for entry in self.nodes if entry.node == node)
-            return actual_node.pid if node not in self._down and actual_node.running else None
+            broker = next(broker for broker in self.nodes if broker.node == node)
+            return broker.pid if node not in self._down and broker.running else None
 
     def mend(self) -> None:
         """Restart brokers whose downtime is over, without waiting for answers."""

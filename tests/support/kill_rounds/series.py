@@ -114,20 +114,20 @@ def faults(
 
 def row(played: RoundResult) -> dict[str, Any]:
     verdict = played.verdict
-    text: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
+    fields: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     return {
         "round": played.order.number,
         "seed": played.order.seed,
         "role": played.order.role,
         "phase": "the moment never came" if played.hit is None else played.hit.phase,
         "recovered_s": played.recovered_s,
-        "lost": text.get("lost"),
-        "trained_twice": text.get("trained_twice"),
+        "lost": fields.get("lost"),
+        "trained_twice": fields.get("trained_twice"),
         "audit": None if verdict is None else "broken" if verdict.violations else "clean",
         "weights_equal": None if verdict is None else verdict.weights_equal,
-        **{name: text.get(name) for name in _ONLY_JSON},
-        "violations": text.get("violations", ()),
-        "others": text.get("others", ()),
+        **{name: fields.get(name) for name in _ONLY_JSON},
+        "violations": fields.get("violations", ()),
+        "others": fields.get("others", ()),
         "trouble": played.trouble,
         "seconds": played.seconds,
         "clean": played.clean,

@@ -120,7 +120,7 @@ def test_where_no_group_explains_it_none_is_named() -> None:
 
 def test_two_groups_together_are_named_by_the_smallest_set_that_was_tried() -> None:
     _, result = explained({"g00", "g01"}, FAR)
-    assert {"g00", "g01"} <= {entry.name for entry in result.cause}
+    assert {"g00", "g01"} <= {result.name for result in result.cause}
 
 
 def test_without_steps_no_trial_is_made() -> None:

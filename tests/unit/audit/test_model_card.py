@@ -24,14 +24,14 @@ from dora_pipe.config.model import Sampling
 def test_generation_config_has_the_sampling_of_the_run_and_keeps_the_rest(
     sampling: Sampling, expected: dict[str, Any]
 ) -> None:
-    known_before = {
+    settings = {
         "bos_token_id": 1,
         "eos_token_id": 2,
         "temperature": 0.6,
         "min_p": 0.3,
         "top_k": 50,
     }
-    config = generation_config(known_before, sampling, (9, 4))
+    config = generation_config(settings, sampling, (9, 4))
     assert config == {
         "bos_token_id": 1,
         "eos_token_id": [4, 9],

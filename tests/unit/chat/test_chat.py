@@ -185,8 +185,8 @@ def test_a_prompt_does_not_depend_on_the_day(tmp_path: Path) -> None:
 def test_what_the_assistant_says_counts_and_its_end(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
     chat = open_chat(tmp_path)
-    texts = [*ASKED, {"role": "assistant", "content": "3"}, *ASKED[1:]]
-    messages = [*texts, {"role": "assistant", "content": "Still 3."}]
+    conversation = [*ASKED, {"role": "assistant", "content": "3"}, *ASKED[1:]]
+    messages = [*conversation, {"role": "assistant", "content": "Still 3."}]
     ids, mask = chat.training_ids(messages)
     spoken = [token_id for token_id, counts in zip(ids, mask, strict=True) if counts]
     assert tokenizer.full_text(spoken) == "3<|im_end|>Still 3.<|im_end|>"

@@ -143,5 +143,7 @@ def test_special_tokens_in_a_content_or_a_result_give_none_of_their_ids(
         chat.start([{"role": "user", "content": text}]).prompt_ids for text in (hostile, "quorl")
     )
     added = set(tokenizer.backend.get_added_tokens_decoder())
-    assert [entry for entry in safe if entry in added] == [row for row in plain if row in added]
+    assert [token_id for token_id in safe if token_id in added] == [
+        row for row in plain if row in added
+    ]
     assert hostile in tokenizer.full_text(safe)

@@ -37,7 +37,7 @@ def metaspace(scheme: str) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     tokenizer.add_special_tokens(
-        [AddedToken(entry, normalized=False, special=True) for entry in (*SPECIAL, "<unk>")]
+        [AddedToken(token, normalized=False, special=True) for token in (*SPECIAL, "<unk>")]
     )
     return tokenizer
 
@@ -83,7 +83,7 @@ def test_a_conversation_has_the_control_tokens_of_its_template_alone(
     messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
     mark = safe.mark_for(messages)
     ids = safe.ids(template().render(safe.marked(messages, mark), (), generate=True), mark)
-    start, end = (backend.token_to_id(entry) for entry in ("<|im_start|>", "<|im_end|>"))
+    start, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
     texts = [
         token_id
         for token_id in ids

@@ -63,8 +63,8 @@ def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], expecte
 def test_resumed_run_has_the_same_adapter_and_as_much_room_as_it_likes() -> None:
     first = config(lora={"rank": 4})
     other = config(lora={"rank": 8}, workers={"max_resident_versions": 9})
-    frozen, reply, free = changed_keys(first, other)
-    assert (set(frozen), set(reply), set(free)) == (
+    frozen, logged, free = changed_keys(first, other)
+    assert (set(frozen), set(logged), set(free)) == (
         {"lora.rank"},
         set(),
         {"workers.max_resident_versions"},

@@ -34,8 +34,8 @@ def objective_of(config: Config) -> dict[str, Any]:
 
 
 def test_every_kind_and_every_key_is_known_on_both_sides() -> None:
-    known_before = {key for row in BUILT_IN.values() for key in row.keys} | set(CONDITIONAL)
-    assert known_before | {"kind", *FOR_GOOD} == set(Objective.__struct_fields__)
+    keys = {key for row in BUILT_IN.values() for key in row.keys} | set(CONDITIONAL)
+    assert keys | {"kind", *FOR_GOOD} == set(Objective.__struct_fields__)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)

@@ -83,7 +83,7 @@ def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = S
 def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
     steps(trainer, settings={**SETTINGS, "trainer.minibatches": 1})
     named = trainer._model.parameters()
-    return {name: entry.grad.clone() for name, entry in named if entry.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
 AGAIN = replace(CHUNKED, gradient_checkpointing=True, packing=True)
@@ -202,9 +202,9 @@ def test_exported_adapter_says_what_the_run_said_and_merged_weights_round_it(
         assert mine == pytest.approx(_logprobs(base, ids, mask), abs=1e-5)
         assert mine == pytest.approx(_logprobs(merged, ids, mask), abs=0.05)
     parameters = dict(base.named_parameters())
-    for name, entry in merged.named_parameters():
+    for name, parameter in merged.named_parameters():
         exact = parameters[name].detach()
-        assert bool(((entry.double() - exact).abs() <= HALF * exact.abs()).all()), name
+        assert bool(((parameter.double() - exact).abs() <= HALF * exact.abs()).all()), name
 
 
 def _exported(policy: Policy, folder: Path) -> Path:

@@ -48,9 +48,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
     trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
     return {
-        name: entry.grad.clone()
-        for name, entry in trainer._model.parameters()
-        if entry.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in trainer._model.parameters()
+        if parameter.grad is not None
     }
 
 

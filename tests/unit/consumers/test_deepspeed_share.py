@@ -96,7 +96,7 @@ def test_share_comes_in_the_order_it_was_asked_for_and_nothing_else_is_read(log:
     share = every[::9][::-1]
     reader = _reader(log)
     result = reader.read([location for location, _ in share])
-    assert [entry.trajectory for entry in result] == [entry.trajectory for _, entry in share]
+    assert [result.trajectory for result in result] == [result.trajectory for _, result in share]
     assert [list(trajectory.token_ids) for trajectory in result] == [
         list(trajectory.token_ids) for _, trajectory in share
     ]

@@ -64,7 +64,7 @@ def test_nothing_of_a_torch_trainer_but_small_change_is_left_on_its_device(
     learner: TorchLearner,
 ) -> None:
     learner.train(make_batch(seed=0), {**SETTINGS, "objective.kl_coef": 0.1})
-    gradients = {id(entry.grad) for _, entry in learner._model.parameters()}
+    gradients = {id(parameter.grad) for _, parameter in learner._model.parameters()}
     held = [
         storage.untyped_storage() for storage in learner._held() if id(storage) not in gradients
     ]
@@ -74,4 +74,4 @@ def test_nothing_of_a_torch_trainer_but_small_change_is_left_on_its_device(
     assert len(large) > parameters * (weights + moments + remainders + reference) / 2
     learner.leave_device()
     assert {storage.nbytes() for storage in large} == {0}
-    assert all(entry.grad is None for _, entry in learner._model.parameters())
+    assert all(parameter.grad is None for _, parameter in learner._model.parameters())

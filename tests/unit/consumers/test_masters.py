@@ -74,8 +74,8 @@ def test_updates_too_small_for_bfloat16_add_up_as_in_float32() -> None:
         for entry, names in ((plain, ()), (rounded, ("x",)))
     ]
     for _ in range(200):
-        for entry, optimizer in zip((plain, rounded), optimizers, strict=True):
-            entry.grad = torch.ones_like(entry)
+        for parameter, optimizer in zip((plain, rounded), optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
             optimizer.update(1e-5)
     assert torch.equal(rounded.detach(), published(rounded.detach()))
     master = held(rounded.detach(), optimizers[1]._masters)

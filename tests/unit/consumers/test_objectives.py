@@ -18,9 +18,9 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 
 def test_kl_estimates_agree_in_the_mean_and_not_in_their_gradient() -> None:
-    created = torch.Generator().manual_seed(1)
-    logits = torch.randn(50, generator=created, dtype=torch.float64).requires_grad_()
-    fixed = (logits + 0.3 * torch.randn(50, generator=created, dtype=torch.float64)).detach()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, generator=generator, dtype=torch.float64).requires_grad_()
+    fixed = (logits + 0.3 * torch.randn(50, generator=generator, dtype=torch.float64)).detach()
     table, other = logits.log_softmax(0), fixed.log_softmax(0)
     exact = (table.exp() * (table - other)).sum()
     chance = table.exp().detach()

@@ -177,9 +177,9 @@ def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
     policy: Policy, tmp_path: Path
 ) -> None:
     plain, named = policy.trainer("adamw"), policy.trainer()
-    reply = named.numerics().pop("optimizer")
-    assert reply.partition(" ")[0] == policy.optimizer
-    assert named.numerics() == plain.numerics() | {"optimizer": reply}
+    optimizer = named.numerics().pop("optimizer")
+    assert optimizer.partition(" ")[0] == policy.optimizer
+    assert named.numerics() == plain.numerics() | {"optimizer": optimizer}
     for entry, other in ((plain, named), (named, plain)):
         entry.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
         entry.save_optimizer(tmp_path / "state")

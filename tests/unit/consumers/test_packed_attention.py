@@ -93,9 +93,9 @@ def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
     weights = torch.linspace(-1, 1, len(actual_score), device=actual_score.device)
     torch.autograd.backward((actual_score * weights).sum())
     grads = {
-        name: entry.grad.clone()
-        for name, entry in network.named_parameters()
-        if entry.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in network.named_parameters()
+        if parameter.grad is not None
     }
     return grads | {"log-probs": actual_score.detach()}
 
@@ -241,9 +241,9 @@ def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bflo
     tmp_path: Path, family: str
 ) -> None:
     """Both round the same values, so neither may be much further from float32."""
-    created = FAMILIES[family](tmp_path / "model")
+    model_dir = FAMILIES[family](tmp_path / "model")
     given_pass = passage(LINES, "cuda")
-    exact_network, network = build(created).to("cuda"), build(created).to("cuda")
+    exact_network, network = build(model_dir).to("cuda"), build(model_dir).to("cuda")
     network.load_state_dict(exact_network.state_dict())
     with deterministic(1):
         exact = graded(exact_network, given_pass)

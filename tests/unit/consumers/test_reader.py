@@ -250,7 +250,7 @@ def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable
     result = reader.find(expected, timeout_s=0.0)
     assert result is not None
     assert set(result) == set(expected)
-    assert all("the log has no record at its offset" in entry.why for entry in result.values())
+    assert all("the log has no record at its offset" in result.why for result in result.values())
 
 
 def test_log_that_stays_away_is_an_error(stage: TrainerStage) -> None:

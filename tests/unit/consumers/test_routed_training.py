@@ -154,13 +154,16 @@ def test_a_disturbance_of_the_router_is_called_routing(
     for seed, name in enumerate(names):
         engine.add(engine_request(name, PROMPT, seed=seed, max_tokens=20, routes=True))
     events = [event for _ in range(20) for event in engine.step()]
-    texts = {event.request: event for event in events if isinstance(event, TokensSampled)}
+    by_request = {event.request: event for event in events if isinstance(event, TokensSampled)}
     created = [
         replace(
             make_trajectory(
-                name, prompt=PROMPT, sampled=texts[name].token_ids, logprobs=texts[name].logprobs
+                name,
+                prompt=PROMPT,
+                sampled=by_request[name].token_ids,
+                logprobs=by_request[name].logprobs,
             ),
-            routed_experts=texts[name].routes,
+            routed_experts=by_request[name].routes,
         )
         for name in names
     ]
@@ -188,9 +191,9 @@ def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, to
     step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
     trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
     return {
-        name: entry.grad.clone()
-        for name, entry in trainer._model.parameters()
-        if entry.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in trainer._model.parameters()
+        if parameter.grad is not None
     }
 
 

@@ -110,9 +110,9 @@ class Policy:
         step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
         trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
         return {
-            name: entry.grad.clone()
-            for name, entry in trainer._model.parameters()
-            if entry.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in trainer._model.parameters()
+            if parameter.grad is not None
         }
 
 

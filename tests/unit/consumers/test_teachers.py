@@ -70,8 +70,8 @@ def test_directory_says_the_log_softmax_of_its_logits_however_it_is_packed(
     directory: Path, temperature: float, tokens: int
 ) -> None:
     options = ModelOptions(temperature=temperature, padded_tokens_max=tokens)
-    text = said(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
-    for row, own in zip(text, expected(directory, temperature), strict=True):
+    rows = said(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
+    for row, own in zip(rows, expected(directory, temperature), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
         assert [float(np.float32(entry)) for entry in row] == row
 
@@ -138,8 +138,8 @@ def teacher(directory: Path) -> Iterator[Teacher]:
 
 
 def test_endpoint_says_what_the_directory_says(directory: Path, teacher: Teacher) -> None:
-    text = said(teacher.logprobs(ROWS))
-    for row, own in zip(text, expected(directory), strict=True):
+    rows = said(teacher.logprobs(ROWS))
+    for row, own in zip(rows, expected(directory), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
         assert [float(np.float32(entry)) for entry in row] == row
     assert said(teacher.logprobs([])) == []

@@ -235,7 +235,7 @@ def test_part_of_the_step_after_a_batch_that_was_replaced_is_computed_again(
     assert isinstance(effect, FetchBatch)
     driver.decide(part(0, step=1))
     driver.fetched(attempt=2)
-    assert [type(entry) for entry in driver.trained(attempt=2)] == [PublishPolicy, TrainPart]
+    assert [type(event) for event in driver.trained(attempt=2)] == [PublishPolicy, TrainPart]
 
 
 def test_no_part_is_begun_beside_a_publication_after_a_stop_or_for_a_batch_that_is_replaced() -> (

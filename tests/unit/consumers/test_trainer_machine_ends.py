@@ -90,8 +90,8 @@ def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
     driver.trained(0, attempt=2)
     driver.published(0, attempt=2)
     driver.react(after_ns=HEARTBEAT_NS)
-    texts = [(status.phase, status.waits_for) for status in driver.statuses]
-    assert [entry for entry, _ in itertools.groupby(texts)] == [
+    phases = [(status.phase, status.waits_for) for status in driver.statuses]
+    assert [entry for entry, _ in itertools.groupby(phases)] == [
         ("restoring", ""),
         ("idle", "decisions: reading those made before this start"),
         ("idle", "batch of step 0: no decision yet"),

@@ -180,8 +180,8 @@ def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
             assert len(counted) == row.counted
             assert len(ids) == row.tokens
             places = (counted - context.own + context.start).tolist()
-            texts = [trajectory.token_ids[position] for position in places]
-            assert [ids[position] for position in counted.tolist()] == texts
+            tokens = [trajectory.token_ids[position] for position in places]
+            assert [ids[position] for position in counted.tolist()] == tokens
             counter.update((trajectory.trajectory, position) for position in places)
     return counter
 

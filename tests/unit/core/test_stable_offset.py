@@ -35,7 +35,9 @@ class Bench:
     def hide(self, seconds: float, *control: AnyControl) -> None:
         late = AppendFault(kind="delayed", delay_ms=round(seconds * 1000))
         bus = MemoryBus(self.log, faults=ScriptedFaults(appends={0: late}), now_ms=self._now_ms)
-        bus.writer().append([Append(topic=CONTROL.topic, value=encode(entry)) for entry in control])
+        bus.writer().append(
+            [Append(topic=CONTROL.topic, value=encode(record)) for record in control]
+        )
 
     def _now_ms(self) -> int:
         return self.clock.ns // 1_000_000

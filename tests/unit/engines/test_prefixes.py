@@ -40,12 +40,12 @@ def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[
 
 def found(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
     """Return the number of held tokens and compare their content."""
-    known_before = kept.known(weights, ids_of(tokens))
+    cached = kept.known(weights, ids_of(tokens))
     data = kept.longest(weights, ids_of(tokens))
-    assert (0 if data is None else data.shape[-2]) == known_before
+    assert (0 if data is None else data.shape[-2]) == cached
     if data is not None:
-        np.testing.assert_array_equal(data, computed(weights, tokens[:known_before]))
-    return known_before
+        np.testing.assert_array_equal(data, computed(weights, tokens[:cached]))
+    return cached
 
 
 def test_only_what_is_not_held_is_copied() -> None:

@@ -81,9 +81,9 @@ def test_it_is_what_transformers_computes(tmp_path: Path) -> None:
             torch.testing.assert_close(*pairs, rtol=1e-6, atol=1e-7)
             theirs = block.experts(x, chosen, shares)
         chosen_too = list[torch.Tensor]()
-        created = mixed(model.experts, weights, x, chosen_too)
+        output = mixed(model.experts, weights, x, chosen_too)
         assert torch.equal(chosen_too[0], ours)
-        torch.testing.assert_close(created, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_experts_has_none(tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ def test_order_of_a_block_is_learned_from_who_writes_it(put: Put, dtype: Any) ->
     places = learned_places(first_layer)
     assert places is not None and places.shape == (2, SIZE, HEADS, WIDTH)
     assert not first_layer.kv_cache.any(), "the cache itself is left alone"
-    reply = torch.randn(2, SIZE, HEADS, WIDTH).to(dtype)
+    values = torch.randn(2, SIZE, HEADS, WIDTH).to(dtype)
     slots = torch.arange(SIZE) + 4 * SIZE
-    first_layer.do_kv_cache_update(first_layer, reply[0], reply[1], first_layer.kv_cache, slots)
-    assert torch.equal(first_layer.kv_cache[4].flatten()[places], reply)
+    first_layer.do_kv_cache_update(first_layer, values[0], values[1], first_layer.kv_cache, slots)
+    assert torch.equal(first_layer.kv_cache[4].flatten()[places], values)
 
 
 def test_order_that_loses_numbers_is_none() -> None:
@@ -93,12 +93,14 @@ def test_cache_is_written_from_where_vllm_has_none_into_the_blocks_it_gives(
     from dora_pipe.producers.engines.vllm.kv import learned_places, write
 
     layers = {name: layer(tiled, dtype) for name in ("first", "second")}
-    reply = torch.randn(2, 2, 75, HEADS, WIDTH).to(dtype)
-    bits = reply.view(torch.int16).numpy().view(np.uint16) if dtype.itemsize == 2 else reply.numpy()
+    values = torch.randn(2, 2, 75, HEADS, WIDTH).to(dtype)
+    bits = (
+        values.view(torch.int16).numpy().view(np.uint16) if dtype.itemsize == 2 else values.numpy()
+    )
     write({**layers, "norm": object()}, bits, [5, 2, 3], start=start)
     places = learned_places(layers["first"])
     for number, entry in enumerate(layers.values()):
         read = entry.kv_cache[[5, 2, 3]].flatten(1)[:, places].transpose(0, 1).flatten(1, 2)
-        assert torch.equal(read[:, start:75], reply[number][:, start:])
+        assert torch.equal(read[:, start:75], values[number][:, start:])
         assert not read[:, :start].any() and not read[:, 75:].any()
         assert not entry.kv_cache[[0, 1, 4, 6]].any()

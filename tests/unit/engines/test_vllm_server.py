@@ -152,9 +152,9 @@ def test_experts_are_asked_for_with_what_goes_out_and_forgotten_with_the_stay(
     engine = VllmEngine(tmp_path, slots=4, context_tokens=64, address=address, routes=True)
     engine.load(tmp_path / "a", version=0, digest="a" * 64)
     asked = replace(request("r", [5, 6, 7], max_tokens=9, routes=True), emit_every=4)
-    known_before = replace(asked, request="k", routed=3)
+    routed = replace(asked, request="k", routed=3)
     silent = request("s", [8], max_tokens=9)
-    result = routed_run(engine, [asked, known_before, silent])
+    result = routed_run(engine, [asked, routed, silent])
     converted = msgspec.convert(experts(0, 12), Routes)
     assert result["r"][1] == converted
     assert result["k"][1] == converted.part(3)

@@ -52,9 +52,9 @@ def test_nothing_open_is_held_after_its_end() -> None:
 
 
 def test_run_is_over_when_a_round_says_so() -> None:
-    reply = whole()
-    assert not reply.account.over
-    assert reply.decide(1100, StopRun(reason="all steps")).account.over
+    stage = whole()
+    assert not stage.account.over
+    assert stage.decide(1100, StopRun(reason="all steps")).account.over
 
 
 def test_worker_that_joins_again_has_lost_what_it_had() -> None:

@@ -24,13 +24,13 @@ def test_a_part_begins_when_it_is_there_and_the_one_before_it_is_done() -> None:
     result = list(computed(parts, (2.0, 1.5), SECOND_NS))
     assert [entry.begun_ns / SECOND_NS for entry in result] == [3, 5, 9]
     assert [entry.ended_ns / SECOND_NS for entry in result] == [5, 6.5, 9]
-    assert [entry.waited_s for entry in result] == [2, 0, 2.5]
+    assert [result.waited_s for result in result] == [2, 0, 2.5]
 
 
 def test_parts_that_were_computed_with_the_batch_take_no_time_before_it() -> None:
     result = list(computed([part(3, "a"), part(4, "b"), part(5, "c")], (4.0,), 0))
-    assert [entry.seconds for entry in result] == [4.0, None, None]
-    assert [entry.waited_s for entry in result] == [3, 0, 0]
+    assert [result.seconds for result in result] == [4.0, None, None]
+    assert [result.waited_s for result in result] == [3, 0, 0]
 
 
 @pytest.fixture

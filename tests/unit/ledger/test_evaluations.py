@@ -48,8 +48,8 @@ def test_majority_is_what_the_most_frequent_answers_are_worth(
 
 
 def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
-    texts = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
-    metrics = metrics_of([texts, of(0.0, 0.0, 0.0, 0.0)], samples=4)
+    samples = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
+    metrics = metrics_of([samples, of(0.0, 0.0, 0.0, 0.0)], samples=4)
     assert metrics["maj@4"] == 0.5, "who says no answer has no vote"
     assert {name for name in metrics if name.startswith("maj")} == {"maj@4"}
     assert not any(name.startswith("maj") for name in metrics_of([of(1, 1, 1)], samples=3))

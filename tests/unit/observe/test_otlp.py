@@ -36,8 +36,8 @@ GOLDEN = ROOT / "tests" / "golden" / "traces" / "group-and-step.json"
 
 
 def _all() -> tuple[RunFacts, list[Span]]:
-    reply = whole()
-    run, (group, step) = reply.run, reply.ended
+    stage = whole()
+    run, (group, step) = stage.run, stage.ended
     assert run is not None
     assert isinstance(group, GroupEnded)
     assert isinstance(step, StepEnded)

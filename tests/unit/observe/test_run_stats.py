@@ -39,8 +39,8 @@ def stats(bus: SqliteBus, recorded: RecordedRun) -> RunStats:
 @pytest.fixture(scope="module")
 def state(bus: SqliteBus, recorded: RecordedRun) -> State:
     state = State()
-    for entry in read_rounds(bus, recorded.topics):
-        fold_round(state, entry.round, entry.folded())
+    for logged_round in read_rounds(bus, recorded.topics):
+        fold_round(state, logged_round.round, logged_round.folded())
     return state
 
 
@@ -287,19 +287,19 @@ def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
     stage = Stage(evaluation__prompts=1)
     incarnation = stage.worker()
     spec = stage.group(0, incarnation, task="add")
-    texts: dict[int, dict[str, Any]] = {
+    scores: dict[int, dict[str, Any]] = {
         0: {"parts": {"math": 1.0, "form": 0.5}},
         1: {"error": "Retry: busy"},
     }
-    stage.logged(spec, incarnation, (1.0, None), text=texts)
+    stage.logged(spec, incarnation, (1.0, None), text=scores)
     taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
     stage.fact(records.committed(0, taken))
     (step,) = stage.stats.steps
     assert (step.parts, step.errors) == ({"add": {"math": 1.0, "form": 0.5}}, {"Retry": 1})
     spec = stage.group(0, incarnation, purpose="eval")
-    texts = {index: {"parts": {"math": float(index)}, "answer": "4"} for index in range(2)}
-    stage.logged(spec, incarnation, (0.0, 1.0), text=texts)
+    scores = {index: {"parts": {"math": float(index)}, "answer": "4"} for index in range(2)}
+    stage.logged(spec, incarnation, (0.0, 1.0), text=scores)
     stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert ended.metrics["part/math"] == 0.5

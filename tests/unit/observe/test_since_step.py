@@ -40,22 +40,22 @@ class Told(ToldRun):
 
 
 def test_few_groups_are_not_worth_a_word() -> None:
-    reply = Told()
-    reply.end("filtered", FEW)
-    assert reply.since.words(PER_STEP) == reply.since.words(None) == ""
+    stage = Told()
+    stage.end("filtered", FEW)
+    assert stage.since.words(PER_STEP) == stage.since.words(None) == ""
 
 
 def test_most_frequent_outcome_is_named_with_its_newest_reason() -> None:
-    reply = Told()
-    reply.end("filtered", FEW - 2, why="equal")
-    reply.end("failed", 3, why="1 of 2 trajectories are not valid")
-    assert reply.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)" + ADVICE
-    reply.end("failed", 3, why="non-finite")
-    assert reply.since.words(PER_STEP) == "no step after 11 groups: 6 failed (non-finite)"
+    stage = Told()
+    stage.end("filtered", FEW - 2, why="equal")
+    stage.end("failed", 3, why="1 of 2 trajectories are not valid")
+    assert stage.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)" + ADVICE
+    stage.end("failed", 3, why="non-finite")
+    assert stage.since.words(PER_STEP) == "no step after 11 groups: 6 failed (non-finite)"
 
 
 def test_groups_that_a_stop_cancels_and_evaluations_do_not_count() -> None:
-    reply = Told()
-    reply.end("cancelled", 2 * FEW)
-    reply.end("evaluated", 2 * FEW, purpose="eval")
-    assert reply.since.count == 0
+    stage = Told()
+    stage.end("cancelled", 2 * FEW)
+    stage.end("evaluated", 2 * FEW, purpose="eval")
+    assert stage.since.count == 0

@@ -138,10 +138,10 @@ def test_trace_that_show_prints_is_that_of_the_whole_log(
 
 
 def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
-    reply = whole()
-    (moved, _) = reply.ended
+    stage = whole()
+    (moved, _) = stage.ended
     assert isinstance(moved, GroupEnded)
-    because = [sampled_because(reply.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
+    because = [sampled_because(stage.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
     assert because == ["migrated", "all"]
 
 

@@ -45,7 +45,7 @@ def test_a_part_that_is_taken_ends_the_wait_before_it_so_that_alarms_are_of_stan
         for name in cluster.workers:
             cluster.roles[name].frozen = True
         cluster.ticks(HEARTBEATS * int(config.timing.heartbeat_s * 1e9) // TICK_NS)
-        rounds = [entry.round for entry in read_rounds(cluster.bus, cluster.topics)]
+        rounds = [logged_round.round for logged_round in read_rounds(cluster.bus, cluster.topics)]
         statuses = [
             status
             for status in read_statuses(cluster.bus, cluster.topics)

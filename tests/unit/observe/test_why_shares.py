@@ -46,14 +46,14 @@ def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
         status(at_s, number % 2, min(at_s, since_s), name)
         for number, (at_s, since_s, name) in enumerate(sorted(heard))
     ]
-    known_before = {
+    batch_waits = {
         ("sampling", f"groups of version {index}"): value for index, value in enumerate(told)
     }
     role = role_waits(
         "trainer",
         results,
         SECOND_NS,
-        batch_waits=known_before,
+        batch_waits=batch_waits,
         known_s=sum(told) + more_s,
         skip="batch",
     )
@@ -117,8 +117,8 @@ def test_a_trajectory_failed_if_its_last_attempt_did(
     for attempt in (1, 2):
         stage.place(spec, incarnation, attempt=attempt)
         if attempt == 2 and again:
-            text = {0: {"error": "KeyError: 'x'"}} if None in again else {}
-            stage.logged(spec, incarnation, again, attempt=attempt, text=text)
+            outcomes = {0: {"error": "KeyError: 'x'"}} if None in again else {}
+            stage.logged(spec, incarnation, again, attempt=attempt, text=outcomes)
             continue
         for sample in range(2):
             stage.fact(

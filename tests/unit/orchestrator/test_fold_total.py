@@ -60,7 +60,7 @@ def every_kind(stage: Stage) -> list[AnyControl]:
 
 
 def test_the_list_below_has_every_kind() -> None:
-    kinds = {type(entry).__struct_config__.tag for entry in every_kind(busy())}
+    kinds = {type(event).__struct_config__.tag for event in every_kind(busy())}
     assert kinds == KINDS
 
 

@@ -213,7 +213,7 @@ def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
     bench.now_s += 500
     assert bench.turn() == [PlanPeriod()]
     assert bench.wait(1.5) == []
-    assert [type(entry) for entry in bench.wait(1)][:2] == [LeaseExpired, Fence]
+    assert [type(event) for event in bench.wait(1)][:2] == [LeaseExpired, Fence]
 
 
 def test_status_goes_out_without_news_and_says_what_the_run_waits_for() -> None:

@@ -44,7 +44,7 @@ def finish(stage: Stage, *ordinals: int) -> list[TakePart | TakeBatch]:
 def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> None:
     stage = running()
     first, second, third, batch = finish(stage, 6, 1, 3, 0)
-    assert [type(entry) for entry in (first, second, third)] == [TakePart] * 3
+    assert [type(event) for event in (first, second, third)] == [TakePart] * 3
     assert isinstance(batch, TakeBatch)
     assert [group.group for group in batch.groups] == [name(6), name(1), name(3), name(0)]
     assert batch.parts == (1, 1, 1)

@@ -82,7 +82,7 @@ def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
     stage.finish_all()
     assert len(specs(stage)) == 4, "two steps train four groups"
     stage.commit()
-    assert [type(entry) for entry in stage.settle()] == [StopRun]
+    assert [type(event) for event in stage.settle()] == [StopRun]
 
 
 def test_order_inside_a_plan() -> None:

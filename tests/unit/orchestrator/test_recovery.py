@@ -43,7 +43,9 @@ def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
     assert recovery.control_next == world.machine.state.control_next
     assert recovery.incarnation == 0
     rounds = list(read_rounds(world.bus, world.topics))
-    assert [entry.round.ordinal for entry in rounds] == list(range(recovery.state.rounds))
+    assert [logged_round.round.ordinal for logged_round in rounds] == list(
+        range(recovery.state.rounds)
+    )
     assert isinstance(rounds[-1].round.decisions[-1], StopRun)
 
 
@@ -126,7 +128,7 @@ def test_role_starts_the_run_once_and_takes_the_next_incarnation_each_time() -> 
     assert not state.done
     again = be_orchestrator(bus)
     control = control_of(bus)
-    assert [type(entry) for entry in control] == [RunStarted, RoleStarted, RoleStarted]
+    assert [type(event) for event in control] == [RunStarted, RoleStarted, RoleStarted]
     assert [event.incarnation for event in control if isinstance(event, RoleStarted)] == [0, 1]
     assert (again.orchestrator_incarnation, again.round_incarnation) == (1, 1)
 

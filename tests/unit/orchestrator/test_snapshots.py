@@ -38,10 +38,12 @@ def world_of(seed: int = 5) -> World:
 
 def snapshot_at(world: World, folder: Path, rounds: int) -> WriteSnapshot:
     state = State()
-    for entry in read_rounds(world.bus, world.topics):
-        fold_round(state, entry.round, entry.folded())
+    for logged_round in read_rounds(world.bus, world.topics):
+        fold_round(state, logged_round.round, logged_round.folded())
         if state.rounds == rounds:
-            effect = WriteSnapshot(offset=entry.offset, digest=state.digest(), body=body_of(state))
+            effect = WriteSnapshot(
+                offset=logged_round.offset, digest=state.digest(), body=body_of(state)
+            )
             write(folder, world.topics.run, effect)
             return effect
     raise AssertionError(f"there are {state.rounds} rounds")

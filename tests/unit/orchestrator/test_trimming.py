@@ -188,13 +188,13 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
         clock.ns = max(clock.ns + S // 10, runtime.due_ns())
     runtime.close()
     kept = list(records_of(bus, {partition: bus.end(partition)}))
-    texts = [record for record in kept if record.offset > offsets[-1]]
-    assert len(texts) > 100, "it has gone on saying its own"
+    later = [record for record in kept if record.offset > offsets[-1]]
+    assert len(later) > 100, "it has gone on saying its own"
     if not keep_ns:
-        assert bus.begin(partition) == 0 and len(kept) == len(old) + len(texts)
+        assert bus.begin(partition) == 0 and len(kept) == len(old) + len(later)
         return
     assert offsets[-1] - GRAIN <= bus.begin(partition) <= offsets[-1] + 2
-    assert texts[0].offset <= offsets[-1] + 4, "none of its own is gone"
+    assert later[0].offset <= offsets[-1] + 4, "none of its own is gone"
 
 
 def runtime_of(

@@ -109,9 +109,9 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     ],
 )
 def test_setting_that_keeps_workers_idle_is_named(settings: dict[str, float], limit: str) -> None:
-    texts = {f"staleness__{name}": value for name, value in settings.items()}
+    changes = {f"staleness__{name}": value for name, value in settings.items()}
     stage = Stage(
-        rollout__prompts_per_step=2, rollout__group_size=1, staleness__max_staleness=1, **texts
+        rollout__prompts_per_step=2, rollout__group_size=1, staleness__max_staleness=1, **changes
     ).begin()
     stage.worker("w0", slots=1)
     assert admission_limit(stage.state) == ""

@@ -261,22 +261,22 @@ def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind:
     world, state = swarm(7, kind), State()
     world.run(seconds=FAULTY_S)
     finish(world)
-    for entry in read_rounds(world.bus, world.topics):
+    for logged_round in read_rounds(world.bus, world.topics):
         again = state_of(body_of(state).joined())
         for element in (state, again):
-            for record in entry.control:
+            for record in logged_round.control:
                 apply_control(element, record.offset, read_control(record.value))
                 assert element.digest() == digest_of(element), record
-            for observation in entry.round.observations:
+            for observation in logged_round.round.observations:
                 apply_observation(element, observation)
-            element.now_ns = entry.round.now_ns
-        if entry.round.planned:
-            assert plan(again) == plan(state) == entry.round.decisions
+            element.now_ns = logged_round.round.now_ns
+        if logged_round.round.planned:
+            assert plan(again) == plan(state) == logged_round.round.decisions
         for element in (state, again):
-            for decision in entry.round.decisions:
+            for decision in logged_round.round.decisions:
                 apply_decision(element, decision)
                 assert element.digest() == digest_of(element), decision
-            close_round(element, entry.round)
+            close_round(element, logged_round.round)
         assert again.digest() == state.digest()
     assert state.rounds > 40
 

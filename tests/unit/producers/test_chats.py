@@ -38,12 +38,12 @@ class Pool(InlineTasks):
     def __init__(
         self, ready: dict[str, Any] | None, *, error: str = "KeyError", single_turn: bool = True
     ) -> None:
-        created = None if ready is None else {"text": "", "episode": False, **ready}
+        prompt = None if ready is None else {"text": "", "episode": False, **ready}
         super().__init__(
             prompt=lambda call: (
                 TaskFailed(request=call.request, error=error, message="'x'")
-                if created is None
-                else PromptReady(request=call.request, **created)
+                if prompt is None
+                else PromptReady(request=call.request, **prompt)
             )
         )
         digest = "d" * 64

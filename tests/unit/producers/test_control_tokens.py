@@ -81,7 +81,7 @@ def made(
 ) -> tuple[str, Path]:
     backend = MAKERS[request.param]()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    backend.add_tokens([AddedToken(entry, normalized=False) for entry in (*ADDED, WORD, SPACES)])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in (*ADDED, WORD, SPACES)])
     folder = tmp_path_factory.mktemp(str(request.param))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')

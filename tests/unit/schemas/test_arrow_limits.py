@@ -39,9 +39,9 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Taken]:
     """Read each bomb in a separate process."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
-    for name, (created, _) in BOMBS.items():
+    for name, (columns, _) in BOMBS.items():
         path = folder / name
-        path.write_bytes(created())
+        path.write_bytes(columns())
         files.append(str(path))
     command = [sys.executable, "-m", "tests.support.arrow_bombs", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -22,8 +22,8 @@ BYTES_MAX = 100_000
 def test_value_is_kept_byte_for_byte_and_the_reason_is_readable() -> None:
     value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     assert value == DEAD_LETTER.value
-    text = msgspec.json.decode(dict(headers)[HEADER])
-    assert (text["topic"], text["offset"], text["reason"]) == (
+    letter = msgspec.json.decode(dict(headers)[HEADER])
+    assert (letter["topic"], letter["offset"], letter["reason"]) == (
         "demo.trajectories",
         91,
         DEAD_LETTER.reason,
@@ -34,8 +34,8 @@ def test_value_that_does_not_fit_is_left_out_but_named() -> None:
     large = replace(DEAD_LETTER, value=b"x" * BYTES_MAX)
     value, headers = encode_dead_letter(large, max_record_bytes=BYTES_MAX)
     assert value == b""
-    text = msgspec.json.decode(dict(headers)[HEADER])
-    assert (text["bytes"], text["kept"]) == (BYTES_MAX, False)
+    letter = msgspec.json.decode(dict(headers)[HEADER])
+    assert (letter["bytes"], letter["kept"]) == (BYTES_MAX, False)
     assert decode_dead_letter(value, headers) == replace(large, value=None)
 
 

@@ -150,7 +150,7 @@ def test_golden_round_has_every_observation_and_decision() -> None:
         ),
         (rounds.AnyDecision, (*values.ROUND.decisions, *later)),
     ):
-        assert {type(entry) for entry in result} == set(typing.get_args(union))
+        assert {type(event) for event in result} == set(typing.get_args(union))
 
 
 LATER = (

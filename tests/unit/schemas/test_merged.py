@@ -29,21 +29,21 @@ def change(before: dict[str, Resume], after: dict[str, Resume]) -> WorkerStatus:
 
 @given(st.lists(PROGRESS, min_size=1))
 def test_changes_merged_in_order_are_the_whole(wholes: list[dict[str, Resume]]) -> None:
-    reply = merged(None, status(wholes[0]))
+    latest = merged(None, status(wholes[0]))
     for before, after in pairwise(wholes):
-        reply = merged(reply, change(before, after))
-        assert reply == status(after)
+        latest = merged(latest, change(before, after))
+        assert latest == status(after)
 
 
 @given(PROGRESS, PROGRESS, PROGRESS)
 def test_who_begins_in_the_middle_says_nothing_wrong_and_is_whole_with_the_next_whole_status(
     first: dict[str, Resume], second: dict[str, Resume], third: dict[str, Resume]
 ) -> None:
-    reply = merged(None, change(first, second))
-    assert reply.progress.items() <= second.items()
-    reply = merged(reply, change(second, third))
-    assert reply.progress.items() <= third.items()
-    assert merged(reply, status(third)) == status(third)
+    latest = merged(None, change(first, second))
+    assert latest.progress.items() <= second.items()
+    latest = merged(latest, change(second, third))
+    assert latest.progress.items() <= third.items()
+    assert merged(latest, status(third)) == status(third)
 
 
 def test_another_incarnation_has_nothing_of_the_one_before() -> None:

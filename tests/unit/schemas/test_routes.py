@@ -135,19 +135,19 @@ def test_many_entries_are_looked_at_to_their_last_number(position: int) -> None:
 @given(st.data())
 def test_a_sequence_that_grows_has_what_came_and_nothing_else(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=20))
-    full_entries, growing, known_before = entries(ids), GrowingRoutes(), 0
-    while known_before < len(ids) and data.draw(st.booleans()):
-        end = data.draw(st.integers(known_before + 1, len(ids)))
-        growing.add(full_entries.part(known_before, end), end)
-        known_before = end
+    full_entries, growing, length = entries(ids), GrowingRoutes(), 0
+    while length < len(ids) and data.draw(st.booleans()):
+        end = data.draw(st.integers(length + 1, len(ids)))
+        growing.add(full_entries.part(length, end), end)
+        length = end
         if data.draw(st.booleans()):
-            known_before = data.draw(st.integers(0, known_before))
-            growing.cut(known_before)
-    assert growing.known == known_before
+            length = data.draw(st.integers(0, length))
+            growing.cut(length)
+    assert growing.known == length
     between = growing.between(0, len(ids))
     if between is not None:
-        assert between.part(0, known_before) == full_entries.part(0, known_before)
-        assert (between.choices[known_before:] == none_of(8)).all()
+        assert between.part(0, length) == full_entries.part(0, length)
+        assert (between.choices[length:] == none_of(8)).all()
 
 
 def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:

@@ -108,8 +108,8 @@ def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
 
 
 def test_answer_that_is_not_in_the_log_is_found(sound: list[Step]) -> None:
-    reply = next(index for index, step in enumerate(sound) if step[0] == "answered")
-    late = [step for step in sound[:reply] if step[0] == "landed"]
+    answered_at = next(index for index, step in enumerate(sound) if step[0] == "answered")
+    late = [step for step in sound[:answered_at] if step[0] == "landed"]
     assert late
     assert found([step for step in sound if step not in late]) == "calls"
 
@@ -132,8 +132,8 @@ def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
 
 
 def test_record_with_an_answer_that_its_agent_has_not_heard_is_found(sound: list[Step]) -> None:
-    reply = next(index for index, step in enumerate(sound) if step[0] == "answered")
-    assert found([*sound[:reply], *sound[reply + 1 :]]) == "calls"
+    answered_at = next(index for index, step in enumerate(sound) if step[0] == "answered")
+    assert found([*sound[:answered_at], *sound[answered_at + 1 :]]) == "calls"
 
 
 def test_record_tells_of_each_token_once(sound: list[Step]) -> None:

@@ -111,8 +111,8 @@ def test_a_damaged_whole_version_is_made_of_the_deltas_before_it(
     store = machine(tmp_path, "m1", elsewhere)
     if how == "here":
         store = PolicyStore(tmp_path / "shared" / "x")
-    for entry in (published[5], published[4]):
-        assert read_manifest(store.weights(entry.manifest.digest)) == entry.manifest
+    for version in (published[5], published[4]):
+        assert read_manifest(store.weights(version.manifest.digest)) == version.manifest
 
 
 @pytest.mark.parametrize("damage", [flip, rot])

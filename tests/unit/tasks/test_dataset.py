@@ -230,10 +230,10 @@ def test_demonstrations_of_conversations_end_with_the_answer(write: Write, modul
     path = write("".join(json.dumps(row) + "\n" for row in rows))
     task = DatasetTask(data=str(path), reward="a:b", system_prompt="be terse")
     shown = task.demonstrations(seed=1, count=2)
-    texts = {"role": "assistant", "content": "two"}
+    message = {"role": "assistant", "content": "two"}
     assert [line["messages"] for line in shown if isinstance(line, dict)] in (
-        [[SYSTEM, USER, SAID], [SYSTEM, USER, texts]],
-        [[SYSTEM, USER, texts], [SYSTEM, USER, SAID]],
+        [[SYSTEM, USER, SAID], [SYSTEM, USER, message]],
+        [[SYSTEM, USER, message], [SYSTEM, USER, SAID]],
     )
     with_tools = DatasetTask(data=str(path), reward="a:b", tools=(f"{module}:add",))
     (first, _) = with_tools.demonstrations(seed=1, count=2)

@@ -46,10 +46,10 @@ def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None
     full_table = table(example / "config.toml")
     for section, keys in tomllib.loads(match).items():
         assert keys.items() <= full_table[section].items()
-    commands, reply = (
+    commands, outputs = (
         set(re.findall(r"^\$ (.*?)(?:  #.*)?$", text.replace("\\\n", " "), re.MULTILINE))
         for text in (readme, (example / "README.md").read_text())
     )
-    assert {entry for entry in reply if " show " not in entry} <= {
+    assert {entry for entry in outputs if " show " not in entry} <= {
         command.strip() for command in commands
     }

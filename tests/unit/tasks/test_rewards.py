@@ -143,8 +143,8 @@ class Counting:
 
 
 def use(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
-    known_before = name if ":" in name or name in ("exact",) else f"{HERE}:{name}"
-    return model.RewardUse(use=known_before, weight=weight, options=options)
+    reference = name if ":" in name or name in ("exact",) else f"{HERE}:{name}"
+    return model.RewardUse(use=reference, weight=weight, options=options)
 
 
 def test_the_value_is_the_weighted_sum_and_raw_the_first_score() -> None:
@@ -234,7 +234,7 @@ def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
     text: str, error: type[Exception]
 ) -> None:
     several = _several(Rewards([use("several")]), ["a", text])
-    assert [type(entry) for entry in several] == [error, error]
+    assert [type(event) for event in several] == [error, error]
 
 
 @pytest.mark.parametrize(

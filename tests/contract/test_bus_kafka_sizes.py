@@ -25,7 +25,7 @@ def bus(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 
 @pytest.fixture
-def at(bus: KafkaBus) -> TopicPartition:
+def partition(bus: KafkaBus) -> TopicPartition:
     """The only partition of a topic of this test's own."""
     topic = f"sizes-{uuid4().hex[:8]}"
     bus.create([TopicSpec(name=topic)])
@@ -51,17 +51,19 @@ def read(bus: KafkaBus, partition: TopicPartition, count: int, timeout_s: float)
     return records
 
 
-def test_the_first_poll_of_a_reader_brings_what_is_there(bus: KafkaBus, at: TopicPartition) -> None:
-    bus.writer().append(records(at, 3))
-    assert [record.offset for record in bus.reader({at: 0}).poll(timeout_s=30)] == [0, 1, 2]
+def test_the_first_poll_of_a_reader_brings_what_is_there(
+    bus: KafkaBus, partition: TopicPartition
+) -> None:
+    bus.writer().append(records(partition, 3))
+    assert [record.offset for record in bus.reader({partition: 0}).poll(timeout_s=30)] == [0, 1, 2]
 
 
 def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
-    bus: KafkaBus, at: TopicPartition
+    bus: KafkaBus, partition: TopicPartition
 ) -> None:
-    given = records(at, 40, size=1_000_000)
+    given = records(partition, 40, size=1_000_000)
     assert bus.writer().append(given) == list(range(40)), "and an append above the bounds lands"
-    result = read(bus, at, 40, timeout_s=0.0)
+    result = read(bus, partition, 40, timeout_s=0.0)
     assert [record.value for record in result] == [record.value for record in given]
 
 
@@ -84,13 +86,13 @@ def test_a_record_larger_than_an_answer_that_is_asked_for_comes_by_itself(bus: K
 
 
 def test_a_reader_that_reads_on_misses_nothing_and_one_that_seeks_repeats(
-    bus: KafkaBus, at: TopicPartition
+    bus: KafkaBus, partition: TopicPartition
 ) -> None:
-    writer, reader = bus.writer(), bus.reader({at: 0})
+    writer, reader = bus.writer(), bus.reader({partition: 0})
     for number in range(20):
-        assert writer.append(records(at, 1)) == [number]
+        assert writer.append(records(partition, 1)) == [number]
         assert [record.offset for record in _next(reader)] == [number]
-    reader.seek(at, 5)
+    reader.seek(partition, 5)
     assert [record.offset for record in _next(reader)] == list(range(5, 20))
 
 

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.integration.test_agent_runs import place
+from tests.integration.test_agent_runs import directory
 from tests.support.agent_run import told
 from tests.support.command_line import Call
 
-__all__ = ["place"]
+__all__ = ["directory"]
 
 pytestmark = pytest.mark.slow  # a run of its own
 
@@ -28,12 +28,12 @@ def _asked(call: Call, path: Path, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_the_table_of_calls_has_what_the_scripts_were_told(call: Call, place: Path) -> None:
+def test_the_table_of_calls_has_what_the_scripts_were_told(call: Call, directory: Path) -> None:
     sql = """select caller, count(*) as calls, sum(tokens) as tokens,
                     sum(prompt_tokens) as prompt, min(idle_ns) as idle
              from calls group by caller order by caller"""
-    rows = _asked(call, place, "sql", sql)
-    heard = [entry for of in told(place).values() for entry in of]
+    rows = _asked(call, directory, "sql", sql)
+    heard = [entry for of in told(directory).values() for entry in of]
     assert [row["caller"] for row in rows] == CALLERS
     for row in rows:
         own = [entry for entry in heard if entry["who"] == row["caller"]]
@@ -43,10 +43,10 @@ def test_the_table_of_calls_has_what_the_scripts_were_told(call: Call, place: Pa
         assert row["idle"] >= 0
 
 
-def test_show_and_its_trace_have_every_call(call: Call, place: Path) -> None:
+def test_show_and_its_trace_have_every_call(call: Call, directory: Path) -> None:
     sql = "select trajectory_id, contexts, calls from trajectories where calls > 0 limit 1"
-    (row,) = _asked(call, place, "sql", sql)
-    (result,) = _asked(call, place, "show", row["trajectory_id"])
+    (row,) = _asked(call, directory, "sql", sql)
+    (result,) = _asked(call, directory, "show", row["trajectory_id"])
     assert (len(result["contexts"]), len(result["calls"])) == (row["contexts"], row["calls"])
     assert sorted({row["caller"] for row in result["calls"]}) == CALLERS
     spans = [row for row in result["trace"] if row["stage"] == "chat"]
@@ -55,9 +55,9 @@ def test_show_and_its_trace_have_every_call(call: Call, place: Path) -> None:
     assert {row["context"] for row in result["segments"]} == set(range(row["contexts"]))
 
 
-def test_a_file_of_its_pages_draws_the_trees(call: Call, place: Path, tmp_path: Path) -> None:
+def test_a_file_of_its_pages_draws_the_trees(call: Call, directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.html"
-    code, _, err = call("export", "html", place / "runs" / "tiny", path)
+    code, _, err = call("export", "html", directory / "runs" / "tiny", path)
     assert code == 0, err
     inside = path.read_text().partition('id="data">')[2].partition("</script>")[0]
     pages = json.loads(inside)["pages"]

@@ -68,7 +68,7 @@ chat_template = "own.jinja"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = furnish(tmp_path_factory.mktemp("chat"))
     (directory / "own.jinja").write_text(TEMPLATE)
     (directory / "asking.py").write_text(TASK)
@@ -82,12 +82,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> None:
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
-    tokenizer = Tokenizer(place / "model")
+def test_turns_stay_as_sampled_and_bridges_are_the_templates(directory: Path) -> None:
+    assert steps(directory, "tiny") == [0, 1, 2]
+    assert_clean(directory, "tiny")
+    tokenizer = Tokenizer(directory / "model")
     begin, end = (tokenizer.backend.token_to_id(token) for token in ("<s>", "</s>"))
-    actual_trajectories = trajectories(place)
+    actual_trajectories = trajectories(directory)
     bridges = 0
     for trajectory in actual_trajectories:
         assert trajectory.reward is not None
@@ -111,12 +111,12 @@ def test_turns_stay_as_sampled_and_bridges_are_the_templates(place: Path) -> Non
     assert bridges > 3
 
 
-def test_the_template_lies_with_the_run_and_its_digest_in_the_log(place: Path) -> None:
-    joined = [fact for fact in facts(place, "tiny") if isinstance(fact, WorkerJoined)]
+def test_the_template_lies_with_the_run_and_its_digest_in_the_log(directory: Path) -> None:
+    joined = [fact for fact in facts(directory, "tiny") if isinstance(fact, WorkerJoined)]
     assert len({worker.template_digest for worker in joined}) == 1
     assert len(joined[0].template_digest) == 64
-    started = next(fact for fact in facts(place, "tiny") if isinstance(fact, RunStarted))
-    with opened(str(place / "runs" / "tiny")) as run:
+    started = next(fact for fact in facts(directory, "tiny") if isinstance(fact, RunStarted))
+    with opened(str(directory / "runs" / "tiny")) as run:
         assets = run.policies.assets(started.assets_digest)
         assert (assets / "chat_template.jinja").read_text() == TEMPLATE
 
@@ -130,9 +130,9 @@ def test_the_template_lies_with_the_run_and_its_digest_in_the_log(place: Path) -
     ],
 )
 def test_texts_and_turns_are_made_again_from_the_log(
-    words: tuple[str, ...], text: str, place: Path
+    words: tuple[str, ...], text: str, directory: Path
 ) -> None:
-    before = len((place / "said").read_text())
-    assert call_here(place, *words) == 0, (place / "said").read_text()[before:]
-    result = (place / "said").read_text()[before:]
+    before = len((directory / "said").read_text())
+    assert call_here(directory, *words) == 0, (directory / "said").read_text()[before:]
+    result = (directory / "said").read_text()[before:]
     assert text in result and "differs:" not in result

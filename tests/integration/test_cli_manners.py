@@ -30,7 +30,7 @@ kind = "arithmetic"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -70,18 +70,20 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
     ],
 )
 def test_what_cannot_be_done_is_one_line_with_a_hint_and_leaves_nothing(
-    place: Path, call: Call, words: str, code: int, line: str, hint: str
+    run_directory: Path, call: Call, words: str, code: int, line: str, hint: str
 ) -> None:
-    (place / "mine").mkdir()
-    there = sorted(place.rglob("*"))
+    (run_directory / "mine").mkdir()
+    there = sorted(run_directory.rglob("*"))
     result, _, err = call(*words.split())
     assert result == code
-    assert_one_line_and_hint(err, line.format(place=place), hint)
-    assert sorted(place.rglob("*")) == there
+    assert_one_line_and_hint(err, line.format(place=run_directory), hint)
+    assert sorted(run_directory.rglob("*")) == there
 
 
-def test_unknown_key_of_a_file_is_named_with_the_nearest_one(place: Path, call: Call) -> None:
-    (place / "config.toml").write_text(CONFIG + "[trainer]\nlearning_rte = 1e-4\n")
+def test_unknown_key_of_a_file_is_named_with_the_nearest_one(
+    run_directory: Path, call: Call
+) -> None:
+    (run_directory / "config.toml").write_text(CONFIG + "[trainer]\nlearning_rte = 1e-4\n")
     code, _, err = call("run", "config.toml")
     assert code == 3
     assert_one_line_and_hint(err, "trainer.learning_rte", "learning_rate")
@@ -92,16 +94,16 @@ def test_unknown_key_of_a_file_is_named_with_the_nearest_one(place: Path, call: 
     [("run nowhere.toml", 3, "nowhere.toml"), ("run config.toml", 9, "model")],
 )
 def test_what_is_missing_stops_before_anything_starts(
-    place: Path, call: Call, words: str, code: int, named: str
+    run_directory: Path, call: Call, words: str, code: int, named: str
 ) -> None:
     result, _, err = call(*words.split())
     assert result == code
     assert named in err and "Traceback" not in err
-    assert not (place / "runs" / "small" / "config.toml").exists()
+    assert not (run_directory / "runs" / "small" / "config.toml").exists()
 
 
-def test_unknown_run_is_answered_with_those_there_are(place: Path, call: Call) -> None:
-    make_run(place / "runs" / "other", b"")
+def test_unknown_run_is_answered_with_those_there_are(run_directory: Path, call: Call) -> None:
+    make_run(run_directory / "runs" / "other", b"")
     for words in (
         ("audit", "nope"),
         ("log", "read", "nope"),
@@ -110,57 +112,59 @@ def test_unknown_run_is_answered_with_those_there_are(place: Path, call: Call) -
     ):
         code, _, err = call(*words)
         assert code == 2
-        assert_one_line_and_hint(err, f"no run 'nope' in {place / 'runs'}", "other")
+        assert_one_line_and_hint(err, f"no run 'nope' in {run_directory / 'runs'}", "other")
 
 
-def test_a_folder_of_the_same_name_does_not_hide_a_run(place: Path, call: Call) -> None:
-    make_run(place / "runs" / "small")
-    (place / "small").mkdir()
-    (place / "small" / "config.toml").write_text(CONFIG)
+def test_a_folder_of_the_same_name_does_not_hide_a_run(run_directory: Path, call: Call) -> None:
+    make_run(run_directory / "runs" / "small")
+    (run_directory / "small").mkdir()
+    (run_directory / "small" / "config.toml").write_text(CONFIG)
     assert call("log", "read", "small")[0] == 0
     code, _, err = call("log", "read", "./small")
     assert code == 2
     assert_one_line_and_hint(err, "no log", "dora-pipe run small/config.toml")
-    assert not (place / "small" / "log.sqlite").exists()
+    assert not (run_directory / "small" / "log.sqlite").exists()
 
 
-def test_a_run_that_exists_is_never_overwritten(place: Path, call: Call) -> None:
-    directory = make_run(place / "runs" / "small", b"precious")
+def test_a_run_that_exists_is_never_overwritten(run_directory: Path, call: Call) -> None:
+    directory = make_run(run_directory / "runs" / "small", b"precious")
     code, _, err = call("run", "config.toml")
     assert code == 3
     assert_one_line_and_hint(err, "'small' exists", "--resume")
     assert (directory / "log.sqlite").read_bytes() == b"precious"
 
 
-def test_a_log_that_is_something_else_is_a_bus_error(place: Path, call: Call) -> None:
-    make_run(place / "runs" / "small", b"this is no database, but long enough to look at" * 50)
+def test_a_log_that_is_something_else_is_a_bus_error(run_directory: Path, call: Call) -> None:
+    make_run(
+        run_directory / "runs" / "small", b"this is no database, but long enough to look at" * 50
+    )
     code, _, err = call("audit", "small")
     assert code == 4
     assert "Traceback" not in err and len(err.strip().splitlines()) <= 2
 
 
 def test_resolved_configuration_is_printed_to_stdout_and_can_be_read_again(
-    place: Path, call: Call
+    run_directory: Path, call: Call
 ) -> None:
     code, first, err = call("config", "config.toml", "-o", "run.steps=7")
     assert (code, err) == (0, "")
     assert "steps = 7" in first
-    (place / "again.toml").write_text(first)
+    (run_directory / "again.toml").write_text(first)
     assert call("config", "again.toml") == (0, first, "")
 
 
 def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
-    place: Path, call: Call
+    run_directory: Path, call: Call
 ) -> None:
     code, out, _ = call("doctor")
     assert code == 0 and "deepspeed" in out
-    (place / "garbage.sqlite").write_bytes(b"no database" * 100)
-    code, out, _ = call("doctor", "--bus", f"sqlite:{place / 'garbage.sqlite'}", "--json")
+    (run_directory / "garbage.sqlite").write_bytes(b"no database" * 100)
+    code, out, _ = call("doctor", "--bus", f"sqlite:{run_directory / 'garbage.sqlite'}", "--json")
     assert code == 1 and '"fail"' in out
 
 
-def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Call) -> None:
-    make_run(place / "runs" / "small")
+def test_what_a_user_tells_a_run_lies_in_its_control_topic(run_directory: Path, call: Call) -> None:
+    make_run(run_directory / "runs" / "small")
     assert call("set", "small", "staleness.max_staleness=3", "run.steps=9")[0] == 0
     assert call("control", "drain", "small", "w1")[0] == 0
     records = [
@@ -181,31 +185,33 @@ def test_what_each_command_does_stands_on_one_line_of_the_list(call: Call) -> No
             assert re.search(rf"^  {name}  +{re.escape(what)}$", out, re.MULTILINE)
 
 
-def test_init_makes_what_config_accepts(place: Path, call: Call) -> None:
+def test_init_makes_what_config_accepts(run_directory: Path, call: Call) -> None:
     pytest.importorskip("torch")
     code, _, err = call("init", "mine", "--task", "calculator")
     assert code == 0 and "next: dora-pipe sft" in err
     assert call("config", "mine/config.toml")[0] == 0
-    assert (place / "mine" / "model" / "tokenizer.json").is_file()
+    assert (run_directory / "mine" / "model" / "tokenizer.json").is_file()
 
 
 def test_runs_lie_where_the_option_or_the_environment_says(
-    place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    run_directory: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run(place / "elsewhere" / "small")
+    make_run(run_directory / "elsewhere" / "small")
     assert call("log", "read", "small")[0] == 2
     assert call("log", "read", "small", "--runs", "elsewhere")[0] == 0
-    monkeypatch.setenv("DORA_PIPE_RUNS", str(place / "elsewhere"))
+    monkeypatch.setenv("DORA_PIPE_RUNS", str(run_directory / "elsewhere"))
     assert call("log", "read", "small")[0] == 0
     code, _, err = call("log", "read", "smal")
     assert code == 2
-    assert_one_line_and_hint(err, f"no run 'smal' in {place}/elsewhere", "small")
+    assert_one_line_and_hint(err, f"no run 'smal' in {run_directory}/elsewhere", "small")
     assert call("log", "read", "small", "--runs", "runs")[0] == 2
 
 
-def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, call: Call) -> None:
-    make_run(place / "runs" / "small")
-    with closing(SqliteBus(place / "runs" / "small" / "log.sqlite")) as bus:
+def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(
+    run_directory: Path, call: Call
+) -> None:
+    make_run(run_directory / "runs" / "small")
+    with closing(SqliteBus(run_directory / "runs" / "small" / "log.sqlite")) as bus:
         name = "small.control"
         value = b'{"kind":"\x1b[2J\xff"}'
         bus.writer().append([Append(topic=name, key=b"\xff\x1b]0;x\x07", value=value)])
@@ -217,9 +223,11 @@ def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, 
     assert (code, json.loads(out)["record"]["kind"]) == (0, "unreadable")
 
 
-def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, call: Call) -> None:
+def test_near_names_come_first_and_not_all_of_many_are_named(
+    run_directory: Path, call: Call
+) -> None:
     for name in ("demo-2", *(f"run{number}" for number in range(20))):
-        make_run(place / "runs" / name, b"")
+        make_run(run_directory / "runs" / name, b"")
     code, _, err = call("log", "read", "demo2")
     assert code == 2
     assert_one_line_and_hint(err, "no run 'demo2'", "there are: demo-2, .* and 13 more$")

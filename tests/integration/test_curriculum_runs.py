@@ -37,7 +37,7 @@ KINDS = ("hopeless",) * 6 + ("half",) * 6 + ("easy",) * 6
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     furnish(tmp_path)
     keys = 'sampler = "lessons:weights"\nmax_solve_rate = 0.9\n'
     config = CONFIG.replace('reward = "judge:score"\n', f'reward = "judge:score"\n{keys}')
@@ -69,28 +69,28 @@ def said(path: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_sampler_prefers_what_is_half_solved_across_a_kill_and_a_mistake(place: Path) -> None:
-    running = start(place, "run", "config.toml", "-o", "run.steps=40")
-    until(lambda: b"step    6 " in (place / "said").read_bytes())
+def test_a_sampler_prefers_what_is_half_solved_across_a_kill_and_a_mistake(directory: Path) -> None:
+    running = start(directory, "run", "config.toml", "-o", "run.steps=40")
+    until(lambda: b"step    6 " in (directory / "said").read_bytes())
     running.send_signal(signal.SIGKILL)
     running.wait(WAIT_S)
-    (place / "lessons.py").write_text(BROKEN)
-    code, words = said(place, "run", "runs/tiny", "--resume")
+    (directory / "lessons.py").write_text(BROKEN)
+    code, words = said(directory, "run", "runs/tiny", "--resume")
     assert code == 3, words
     assert "`lessons:weights` cannot be used" in words and "no lesson today" in words
     assert "--resume" in words
-    (place / "lessons.py").write_text(LESSONS)
-    code, words = said(place, "run", "runs/tiny", "--resume")
+    (directory / "lessons.py").write_text(LESSONS)
+    code, words = said(directory, "run", "runs/tiny", "--resume")
     assert code == 0, words
-    assert len(steps(place, "tiny")) == 40
-    late = Counter(KINDS[dispatch.spec.index] for dispatch in dispatches(place)[30:])
+    assert len(steps(directory, "tiny")) == 40
+    late = Counter(KINDS[dispatch.spec.index] for dispatch in dispatches(directory)[30:])
     assert late["half"] > 2 * late["hopeless"] > 0 and late["half"] > 2 * late["easy"], late
-    code, words = said(place, "audit", "runs/tiny")
+    code, words = said(directory, "audit", "runs/tiny")
     assert code == 0 and "rows were drawn again" not in words, words
-    code, words = said(place, "replay", "runs/tiny")
+    code, words = said(directory, "replay", "runs/tiny")
     assert code == 0, words
-    (place / "lessons.py").write_text(LESSONS + "\n")
-    code, words = said(place, "audit", "runs/tiny")
+    (directory / "lessons.py").write_text(LESSONS + "\n")
+    code, words = said(directory, "audit", "runs/tiny")
     assert code == 0 and "rows were drawn again" in words, words
-    code, words = said(place, "run", "config.toml", "-o", 'task.sampler="lessons:lost"')
+    code, words = said(directory, "run", "config.toml", "-o", 'task.sampler="lessons:lost"')
     assert code == 3 and "`lessons` has no `lost`" in words, words

@@ -46,7 +46,7 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = furnish(tmp_path_factory.mktemp("data"))
     (directory / "own.jinja").write_text(TEMPLATE)
     TYPED["rows.parquet"](directory / "rows.parquet", ROWS)
@@ -58,27 +58,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(place: Path) -> None:
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
-    text = (place / "said").read_text()
+def test_run_on_conversations_is_clean_and_its_rewards_are_found_again(directory: Path) -> None:
+    assert steps(directory, "tiny") == [0, 1, 2]
+    assert_clean(directory, "tiny")
+    text = (directory / "said").read_text()
     assert "step    2  reward" in text
     assert "evaluation of version 3" in text
-    started = next(fact for fact in facts(place, "tiny") if isinstance(fact, RunStarted))
+    started = next(fact for fact in facts(directory, "tiny") if isinstance(fact, RunStarted))
     assert started.dataset_rows + started.eval_rows == 32
     assert 4 <= started.eval_rows <= 16
-    assert call_here(place, "rescore", "tiny") == 0
-    assert "trajectories as recorded" in (place / "said").read_text()
-    with opened(str(place / "runs" / "tiny")) as run:
+    assert call_here(directory, "rescore", "tiny") == 0
+    assert "trajectories as recorded" in (directory / "said").read_text()
+    with opened(str(directory / "runs" / "tiny")) as run:
         assert run.config.task.columns == {"prompt": "conversations"}
 
 
-def test_its_policy_is_exported_and_loads(place: Path) -> None:
-    assert call_here(place, "export", "policy", "tiny", "3", "trained") == 0
+def test_its_policy_is_exported_and_loads(directory: Path) -> None:
+    assert call_here(directory, "export", "policy", "tiny", "3", "trained") == 0
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(place / "trained")
-    model: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory / "trained")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory / "trained")
     ids = tokenizer("say a: ", return_tensors="pt")["input_ids"]
     generated = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False).tolist()
     assert len(generated[0]) > ids.shape[1]

@@ -30,7 +30,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(assets: Path) -> Iterator[Stage]:
+def shared_stage(assets: Path) -> Iterator[Stage]:
     """A model that calls, then answers, again and again."""
     words = {index: TURNS[index % 2] for index in range(64)}
     with stage(assets, says(assets, words)) as opened:
@@ -48,8 +48,8 @@ def goes_on(stage: Stage, assets: Path) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
-    url, key = one.open(f"g-1/{int(streamed)}")
+def test_responses(shared_stage: Stage, assets: Path, streamed: bool) -> None:
+    url, key = shared_stage.open(f"g-1/{int(streamed)}")
     tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
     given: dict[str, Any] = {"model": "any", "tools": [tool], "instructions": "Add."}
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
@@ -69,14 +69,14 @@ def test_responses(one: Stage, assets: Path, streamed: bool) -> None:
         last = client.responses.create(input=asked, **given)
     assert last.output_text == "three"
     assert last.usage is not None
-    assert last.usage.input_tokens == len(one.calls[-1].token_ids)
-    assert one.calls[-1].api == "responses"
-    goes_on(one, assets)
+    assert last.usage.input_tokens == len(shared_stage.calls[-1].token_ids)
+    assert shared_stage.calls[-1].api == "responses"
+    goes_on(shared_stage, assets)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
-    url, key = one.open(f"g-2/{int(streamed)}")
+def test_anthropics_messages(shared_stage: Stage, assets: Path, streamed: bool) -> None:
+    url, key = shared_stage.open(f"g-2/{int(streamed)}")
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "system": "Add.", "tools": [tool]}
     base = url.removesuffix("/v1")
@@ -96,13 +96,13 @@ def test_anthropics_messages(one: Stage, assets: Path, streamed: bool) -> None:
         asked.append({"role": "user", "content": [result]})
         last = client.messages.create(messages=asked, **given)
     assert last.content[0].text == "three"
-    assert (last.stop_reason, one.calls[-1].max_tokens) == ("end_turn", 50)
-    assert one.calls[-1].api == "messages"
-    goes_on(one, assets)
+    assert (last.stop_reason, shared_stage.calls[-1].max_tokens) == ("end_turn", 50)
+    assert shared_stage.calls[-1].api == "messages"
+    goes_on(shared_stage, assets)
 
 
-def test_anthropics_keys_are_obeyed_recorded_or_refused(one: Stage) -> None:
-    url, key = one.open("g-2/keys")
+def test_anthropics_keys_are_obeyed_recorded_or_refused(shared_stage: Stage) -> None:
+    url, key = shared_stage.open("g-2/keys")
     user = {"role": "user", "content": "1 and 2?"}
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "metadata": {"user_id": "me"}}
     base = url.removesuffix("/v1")
@@ -112,9 +112,9 @@ def test_anthropics_keys_are_obeyed_recorded_or_refused(one: Stage) -> None:
             client.messages.create(messages=messages, extra_body=more, **given)
 
         create([user], temperature=0.5, top_k=-1, thinking={"type": "disabled"}, no_such_key=1)
-        assert one.calls[-1].asked == {"temperature": 0.5, "no_such_key": 1}
+        assert shared_stage.calls[-1].asked == {"temperature": 0.5, "no_such_key": 1}
         create([user], service_tier="auto", thinking=None)
-        assert one.calls[-1].asked == {}
+        assert shared_stage.calls[-1].asked == {}
         with pytest.raises(anthropic.BadRequestError, match="prefill"):
             create([user, {"role": "assistant", "content": "It is"}])
         with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
@@ -122,8 +122,10 @@ def test_anthropics_keys_are_obeyed_recorded_or_refused(one: Stage) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: bool) -> None:
-    url, key = one.open(f"g-5/{int(streamed)}")
+def test_anthropics_messages_say_at_which_string_they_end(
+    shared_stage: Stage, streamed: bool
+) -> None:
+    url, key = shared_stage.open(f"g-5/{int(streamed)}")
     asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "stop_sequences": ["xyz", "re"]}
     base = url.removesuffix("/v1")
@@ -140,8 +142,8 @@ def test_anthropics_messages_say_at_which_string_they_end(one: Stage, streamed: 
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/../inference/v1/generate"])
-def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
-    url, key = one.open("g-4/0")
+def test_token_ids_in_and_out(shared_stage: Stage, assets: Path, path: str) -> None:
+    url, key = shared_stage.open("g-4/0")
     where = url + path if ".." not in path else url.removesuffix("/v1") + path[3:]
     params: Any = {"max_tokens": 5, "logprobs": 1, "temperature": 1.0, "stop_token_ids": [7]}
     answer = requests.post(
@@ -150,7 +152,7 @@ def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
         headers={"Authorization": f"Bearer {key}"},
         timeout=60,
     ).json()
-    asked = one.calls[-1]
+    asked = shared_stage.calls[-1]
     assert (asked.token_ids, asked.max_tokens, asked.api) == ([5, 6, 7], 5, "generate")
     assert (asked.asked, asked.stop_ids) == ({}, (7,))
     (choice,) = answer["choices"]
@@ -171,9 +173,9 @@ def test_token_ids_in_and_out(one: Stage, assets: Path, path: str) -> None:
     ],
 )
 def test_what_is_not_offered_is_refused_by_its_name(
-    one: Stage, path: str, body: dict[str, Any], why: str
+    shared_stage: Stage, path: str, body: dict[str, Any], why: str
 ) -> None:
-    url, key = one.open("g-5/0")
+    url, key = shared_stage.open("g-5/0")
     head = {"Authorization": f"Bearer {key}"}
     answer = requests.post(url + path, json=body, headers=head, timeout=60)
     assert answer.status_code == 400

@@ -29,7 +29,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(assets: Path) -> Iterator[Stage]:
+def shared_stage(assets: Path) -> Iterator[Stage]:
     with stage(assets, says(assets, "hi<|im_end|>")) as opened:
         yield opened
 
@@ -61,8 +61,8 @@ def head_of(connection: socket.socket) -> bytes:
 POST = "POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
 
 
-def test_a_thousand_open_connections_and_half_requests_hold_nobody(one: Stage) -> None:
-    address = one.open("g-0/0")
+def test_a_thousand_open_connections_and_half_requests_hold_nobody(shared_stage: Stage) -> None:
+    address = shared_stage.open("g-0/0")
     ask(address)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
@@ -74,33 +74,33 @@ def test_a_thousand_open_connections_and_half_requests_hold_nobody(one: Stage) -
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_comes(one: Stage) -> None:
-    address = one.open("g-0/2")
+def test_a_body_that_is_too_large_is_refused_before_it_comes(shared_stage: Stage) -> None:
+    address = shared_stage.open("g-0/2")
     size = app.BODY_BYTES_MAX + 1
     with raw(address, POST + f"Content-Length: {size}\r\n\r\n", b"{") as connection:
         assert b" 413 " in head_of(connection)
 
 
-def test_a_body_that_no_context_holds_is_refused_unread(one: Stage) -> None:
-    url, key = one.open("g-0/3")
+def test_a_body_that_no_context_holds_is_refused_unread(shared_stage: Stage) -> None:
+    url, key = shared_stage.open("g-0/3")
     text = "x" * (4096 * app.TOKEN_BYTES_MAX + app.SMALL_BYTES)
     body = {"messages": [{"role": "user", "content": text}]}
-    asked = len(one.calls)
+    asked = len(shared_stage.calls)
     head = {"Authorization": f"Bearer {key}"}
     answer = requests.post(f"{url}/chat/completions", json=body, headers=head, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert len(one.calls) == asked
+    assert len(shared_stage.calls) == asked
 
 
-def test_without_a_key_no_body_is_read(one: Stage) -> None:
-    url, _ = one.open("g-0/4")
+def test_without_a_key_no_body_is_read(shared_stage: Stage) -> None:
+    url, _ = shared_stage.open("g-0/4")
     with raw((url, "nothing"), POST + "Content-Length: 50000000\r\n\r\n") as connection:
         assert b" 401 " in head_of(connection)
 
 
-def test_what_is_no_request_is_answered_or_hung_up(one: Stage) -> None:
-    address = one.open("g-0/6")
+def test_what_is_no_request_is_answered_or_hung_up(shared_stage: Stage) -> None:
+    address = shared_stage.open("g-0/6")
     for text in (
         "\x00\x01\x02\r\n\r\n",
         "GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -111,8 +111,8 @@ def test_what_is_no_request_is_answered_or_hung_up(one: Stage) -> None:
     assert ask(address).status_code == 200
 
 
-def test_a_head_beyond_its_bound_is_refused_before_it_ends(one: Stage) -> None:
-    address = one.open("g-0/7")
+def test_a_head_beyond_its_bound_is_refused_before_it_ends(shared_stage: Stage) -> None:
+    address = shared_stage.open("g-0/7")
     text = POST + "x: " + "x" * HEAD_BYTES_MAX
     with raw(address, text) as connection, suppress(ConnectionResetError):
         assert head_of(connection).split(b" ")[1:2] in ([], [b"400"])

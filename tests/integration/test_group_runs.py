@@ -53,7 +53,7 @@ TOGETHER = 'reward = [{use = "judge:score"}, {use = "judge:rank", weight = 0.5, 
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     furnish(tmp_path)
     config = (tmp_path / "config.toml").read_text()
     config = config.replace('reward = "judge:score"', f"{TOGETHER}\nreward_timeout_s = 90.0")
@@ -93,22 +93,22 @@ def rescored(path: Path, *words: str, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_killed(
-    place: Path,
+    directory: Path,
 ) -> None:
-    running = start(place, "run", "config.toml")
-    until(lambda: (place / "scoring").exists())
-    os.kill(int((place / "scoring").read_text()), signal.SIGKILL)
-    assert running.wait(240) == 0, (place / "said").read_text()
-    assert_clean(place, "tiny")
+    running = start(directory, "run", "config.toml")
+    until(lambda: (directory / "scoring").exists())
+    os.kill(int((directory / "scoring").read_text()), signal.SIGKILL)
+    assert running.wait(240) == 0, (directory / "said").read_text()
+    assert_clean(directory, "tiny")
 
-    with opened(str(place / "runs" / "tiny")) as run:
+    with opened(str(directory / "runs" / "tiny")) as run:
         decided = [
             decision
             for logged_round in read_rounds(run.bus, run.topics)
             for decision in logged_round.round.decisions
         ]
     asked = [group for group in decided if isinstance(group, ScoreGroup)]
-    control = list(facts(place, "tiny"))
+    control = list(facts(directory, "tiny"))
     scored = {event.group: event for event in control if isinstance(event, GroupScored)}
     assert any(entry.attempt == 2 for entry in asked), "nobody was asked again"
     assert all(not event.error for event in scored.values())
@@ -120,7 +120,7 @@ def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_ki
                 by[entry.trajectory.rpartition("-")[0]].add(event.worker)
     assert any(len(workers) == 2 for workers in by.values()), "no group was spread"
 
-    alone = records(place)
+    alone = records(directory)
     steps = [event for event in control if isinstance(event, StepCommitted)]
     assert len(steps) == 3
     for group in (group for step in steps for group in step.groups):
@@ -129,22 +129,22 @@ def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_ki
         assert len(answer) == 4
         for name, event in answer.items():
             assert event.reward == (alone[name] or 0.0) + 0.5 * event.parts["rank"]
-    assert {line for line in (place / "seen").read_text().split() if line != "1"} == {"4"}
+    assert {line for line in (directory / "seen").read_text().split() if line != "1"} == {"4"}
 
-    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
-    (place / "said").write_text("")
-    assert call(place, "rescore", "tiny") == 0, (place / "said").read_text()
-    assert "trajectories as recorded" in (place / "said").read_text()
-    assert_rescored(place)
-    assert call(place, "rescore", "tiny") == 6, (place / "said").read_text()
-    assert "its reward within its group is" in (place / "said").read_text()
-    (place / "said").write_text("")
+    assert call(directory, "replay", "tiny") == 0, (directory / "said").read_text()
+    (directory / "said").write_text("")
+    assert call(directory, "rescore", "tiny") == 0, (directory / "said").read_text()
+    assert "trajectories as recorded" in (directory / "said").read_text()
+    assert_rescored(directory)
+    assert call(directory, "rescore", "tiny") == 6, (directory / "said").read_text()
+    assert "its reward within its group is" in (directory / "said").read_text()
+    (directory / "said").write_text("")
     name = next(iter(answer))
-    assert call(place, "show", "tiny", name) == 0
-    text = (place / "said").read_text()
+    assert call(directory, "show", "tiny", name) == 0
+    text = (directory / "said").read_text()
     assert "scored together" in text and "rank" in text
-    (place / "said").write_text("")
+    (directory / "said").write_text("")
     query = "select reward, group_parts from trajectories where group_parts is not null"
-    assert call(place, "sql", "tiny", query, "--json") == 0
-    rows = [json.loads(line) for line in (place / "said").read_text().splitlines()]
+    assert call(directory, "sql", "tiny", query, "--json") == 0
+    rows = [json.loads(line) for line in (directory / "said").read_text().splitlines()]
     assert rows and all("rank" in row["group_parts"] for row in rows)

@@ -38,7 +38,7 @@ NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder, which is the working folder."""
     monkeypatch.chdir(tmp_path)
     return furnish(tmp_path)
@@ -69,69 +69,69 @@ def change_config(directory: Path, **changes: object) -> None:
     ],
 )
 def test_model_that_the_engine_cannot_take_leaves_nothing_behind(
-    place: Path, call: Call, changes: dict[str, object], words: tuple[str, ...], why: str
+    directory: Path, call: Call, changes: dict[str, object], words: tuple[str, ...], why: str
 ) -> None:
-    change_config(place, **changes)
+    change_config(directory, **changes)
     code, _, err = call("run", "config.toml", *words)
     assert (code, why in err) == (9, True), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
 def test_model_without_a_tokenizer_or_with_a_broken_one_leaves_nothing_behind(
-    place: Path, call: Call
+    directory: Path, call: Call
 ) -> None:
-    (place / "model" / "tokenizer.json").write_text("{")
+    (directory / "model" / "tokenizer.json").write_text("{")
     code, _, err = call("run", "config.toml")
     assert (code, "is not a tokenizer" in err) == (9, True), err
-    (place / "model" / "tokenizer.json").unlink()
+    (directory / "model" / "tokenizer.json").unlink()
     code, _, err = call("run", "config.toml")
     assert (code, "has no tokenizer" in err) == (9, True), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
 @pytest.mark.parametrize("words", [("run", "config.toml"), ("sft", "config.toml", "warm")])
 def test_a_tokenizer_larger_than_the_model_is_refused(
-    place: Path, call: Call, words: tuple[str, ...]
+    directory: Path, call: Call, words: tuple[str, ...]
 ) -> None:
-    change_config(place, vocab_size=5)
+    change_config(directory, vocab_size=5)
     code, _, err = call(*words)
     assert (code, "embedding has 5 rows" in err) == (9, True), err
     assert "hint: use the model's own tokenizer" in err
-    assert not (place / "runs").exists() and not (place / "warm").exists()
+    assert not (directory / "runs").exists() and not (directory / "warm").exists()
 
 
 CHAT = ("-o", "task.kind=dataset", "-o", "task.chat=true")
 
 
 def test_an_eval_share_without_a_row_is_refused_where_something_is_evaluated(
-    place: Path, call: Call
+    directory: Path, call: Call
 ) -> None:
-    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    task = ("task.kind=dataset", f"task.data={place}/rows.jsonl", "task.reward=exact")
+    (directory / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = ("task.kind=dataset", f"task.data={directory}/rows.jsonl", "task.reward=exact")
     keys = (*task, "task.eval_data=", "task.eval_share=0.01", "evaluation.every=1")
     code, _, err = call("run", "config.toml", *(word for key in keys for word in ("-o", key)))
     assert code == ConfigError.exit_code
     assert "task.eval_share: 0.01 of 1 rows selects no row" in err, err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
-def test_a_chat_without_a_template_is_refused(place: Path, call: Call) -> None:
+def test_a_chat_without_a_template_is_refused(directory: Path, call: Call) -> None:
     code, _, err = call("run", "config.toml", *CHAT)
     assert (code, "messages need a chat template" in err) == (9, True), err
-    assert not (place / "runs").exists()
-    (place / "own.jinja").write_text(TEMPLATE)
+    assert not (directory / "runs").exists()
+    (directory / "own.jinja").write_text(TEMPLATE)
     words = (*CHAT, "-o", "model.chat_template=own.jinja", "-o", 'task.tools=["judge:tool"]')
-    (place / "judge.py").write_text(f"{REWARD}\ndef tool(a: int) -> int:\n    'Adds.'\n")
+    (directory / "judge.py").write_text(f"{REWARD}\ndef tool(a: int) -> int:\n    'Adds.'\n")
     code, _, err = call("run", "config.toml", *words)
     assert (code, "no parser for" in err) == (3, True), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
-def test_a_trainer_on_a_gpu_that_is_not_there_is_refused(place: Path, call: Call) -> None:
+def test_a_trainer_on_a_gpu_that_is_not_there_is_refused(directory: Path, call: Call) -> None:
     code, _, err = call("run", "config.toml", "-o", "trainer.device=cuda")
     assert (code, "torch finds no GPU here" in err) == (3, True), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_trainer_on_a_gpu_that_is_not_there_is_refused(place: Path, call: Call
 )
 @pytest.mark.parametrize("command", ["run", "sft"])
 def test_a_wrong_path_of_a_model_has_a_hint(
-    place: Path, call: Call, command: str, path: str, hint: str
+    directory: Path, call: Call, command: str, path: str, hint: str
 ) -> None:
     out = ["warm"] if command == "sft" else []
     code, _, err = call(command, "config.toml", *out, "-o", f"model.path={path}")
@@ -171,15 +171,15 @@ def test_steps_that_are_not_there_are_refused_before_a_trainer_is_opened(
     assert (code, why in err) == (2, True), err
 
 
-def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, call: Call) -> None:
-    (place / "judge.py").write_text("scores = 1\n")
+def test_task_that_cannot_be_opened_leaves_no_directory_behind(directory: Path, call: Call) -> None:
+    (directory / "judge.py").write_text("scores = 1\n")
     code, _, err = call("run", "config.toml")
     assert code in (3, 10), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
 
 
 def test_commits_that_would_not_fit_into_a_record_leave_nothing_behind(
-    place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    directory: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -190,7 +190,7 @@ def test_commits_that_would_not_fit_into_a_record_leave_nothing_behind(
     monkeypatch.setattr(plan, "commit_problem", refuse)
     code, _, err = call("run", "config.toml")
     assert (code, "a commit is too large" in err, "smaller batches" in err) == (3, True, True), err
-    assert not (place / "runs").exists()
+    assert not (directory / "runs").exists()
     assert asked[0] > 1000, "the names of the model's tensors were counted"
 
 
@@ -234,9 +234,9 @@ def test_a_copy_under_another_name_is_not_resumed_as_the_run_it_was_made_of(
 
 
 def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
-    place: Path, finished: RecordedRun
+    directory: Path, finished: RecordedRun
 ) -> None:
-    folder = place / "mine"
+    folder = directory / "mine"
     folder.mkdir()
     shutil.copy(finished.directory / "config.toml", folder)
     assert load_again(folder, (), finished.directory.parent).run.name == "recorded"
@@ -337,11 +337,11 @@ def test_a_snapshot_of_a_round_that_is_gone_shows_a_lost_end(finished: RecordedR
         check_log(directory, directory.config(), bus)
 
 
-def test_data_that_were_changed_are_named_before_a_run_goes_on(place: Path) -> None:
-    config = load_config(place / "config.toml", ())
-    first = run_started(config, place / "store")
+def test_data_that_were_changed_are_named_before_a_run_goes_on(directory: Path) -> None:
+    config = load_config(directory / "config.toml", ())
+    first = run_started(config, directory / "store")
     check_data(config, first)
-    with (place / "rows.jsonl").open("a") as file:
+    with (directory / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "say z: ", "answer": "z"}) + "\n")
     with pytest.raises(ConfigError, match="the training data changed") as refused:
         check_data(config, first)

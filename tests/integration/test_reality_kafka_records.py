@@ -37,15 +37,15 @@ class BytesName(str):
 
 
 @pytest.fixture
-def at() -> TopicPartition:
+def partition() -> TopicPartition:
     return TopicPartition(f"odd-{uuid.uuid4().hex}", 0)
 
 
 @pytest.fixture
-def bus(kafka_broker: KafkaBroker, at: TopicPartition) -> Iterator[KafkaBus]:
+def bus(kafka_broker: KafkaBroker, partition: TopicPartition) -> Iterator[KafkaBus]:
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     bus = KafkaBus([kafka_broker.bootstrap])
-    bus.create([TopicSpec(name=at.topic)])
+    bus.create([TopicSpec(name=partition.topic)])
     yield bus
     bus.close()
     gc.collect()
@@ -67,15 +67,17 @@ def ours(bus: KafkaBus, partition: TopicPartition) -> None:
 
 
 def test_tombstones_odd_headers_and_compressed_batches_are_passed(
-    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+    kafka_broker: KafkaBroker, bus: KafkaBus, partition: TopicPartition
 ) -> None:
     producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap, compression_type="gzip")
-    producer.send(at.topic, value=None, key=b"gone").get(WAIT_S)
-    producer.send(at.topic, value=b"", key=None, headers=[("", b""), ("é", b"\xff")]).get(WAIT_S)
-    producer.send(at.topic, value=bytes(300_000), headers=[("h", b"")] * 40).get(WAIT_S)
+    producer.send(partition.topic, value=None, key=b"gone").get(WAIT_S)
+    producer.send(partition.topic, value=b"", key=None, headers=[("", b""), ("é", b"\xff")]).get(
+        WAIT_S
+    )
+    producer.send(partition.topic, value=bytes(300_000), headers=[("h", b"")] * 40).get(WAIT_S)
     producer.close()
-    ours(bus, at)
-    tombstone, headers, large, last = read_to_end(bus, at)
+    ours(bus, partition)
+    tombstone, headers, large, last = read_to_end(bus, partition)
     assert (tombstone.key, tombstone.value) == (b"gone", b"")
     assert (headers.key, headers.value) == (b"", b"")
     assert headers.headers == (("", b""), ("é", b"\xff"))
@@ -84,19 +86,19 @@ def test_tombstones_odd_headers_and_compressed_batches_are_passed(
 
 
 def test_a_header_name_that_is_no_text_is_one_line_that_names_it(
-    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+    kafka_broker: KafkaBroker, bus: KafkaBus, partition: TopicPartition
 ) -> None:
     producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap)
-    producer.send(at.topic, value=b"theirs", headers=[(BytesName("name"), b"v")]).get(WAIT_S)
+    producer.send(partition.topic, value=b"theirs", headers=[(BytesName("name"), b"v")]).get(WAIT_S)
     producer.close()
-    reader = bus.reader({at: 0})
-    with pytest.raises(BusError, match=f"{at.topic}/0@0.*UnicodeDecodeError") as refused:
+    reader = bus.reader({partition: 0})
+    with pytest.raises(BusError, match=f"{partition.topic}/0@0.*UnicodeDecodeError") as refused:
         reader.poll(timeout_s=WAIT_S)
     assert "\n" not in refused.value.message
 
 
 def test_an_open_transaction_of_somebody_else_holds_readers_back_only_until_it_times_out(
-    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+    kafka_broker: KafkaBroker, bus: KafkaBus, partition: TopicPartition
 ) -> None:
     producer = KafkaProducer(
         bootstrap_servers=kafka_broker.bootstrap,
@@ -105,10 +107,10 @@ def test_an_open_transaction_of_somebody_else_holds_readers_back_only_until_it_t
     )
     producer.init_transactions()
     producer.begin_transaction()
-    producer.send(at.topic, value=b"never committed").get(WAIT_S)
-    ours(bus, at)
-    reader = bus.reader({at: 0})
+    producer.send(partition.topic, value=b"never committed").get(WAIT_S)
+    ours(bus, partition)
+    reader = bus.reader({partition: 0})
     assert reader.poll(timeout_s=0.5) == [], "it is not known yet what comes before ours"
-    assert [record.value for record in read_to_end(bus, at)] == [b"ours"]
+    assert [record.value for record in read_to_end(bus, partition)] == [b"ours"]
     producer._sender.force_close()
     producer.close(timeout=1)

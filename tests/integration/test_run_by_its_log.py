@@ -22,7 +22,7 @@ ADDRESS = f"{URL}/recorded"
 
 
 @pytest.fixture
-def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def open_here(url: str, *more: object, **settings: object) -> Bus:
         return open_bus(f"sqlite:{recorded.log}" if url == URL else url)
 
@@ -39,7 +39,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
-    place: Path, recorded: RecordedRun
+    directory: Path, recorded: RecordedRun
 ) -> None:
     with opened(ADDRESS) as run, opened(str(recorded.directory)) as own:
         assert (run.config.run, run.config.bus.url) == (own.config.run, URL)
@@ -59,19 +59,21 @@ def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
     ],
 )
 def test_who_looks_finds_it_and_leaves_nothing_behind(
-    place: Path, call: Call, words: tuple[str, ...], says: str
+    directory: Path, call: Call, words: tuple[str, ...], says: str
 ) -> None:
     code, out, err = call(*words)
     assert code == 0, err
     assert says in out
-    assert list(place.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_audit_proves_it_without_the_store_that_it_cannot_reach(place: Path, call: Call) -> None:
+def test_audit_proves_it_without_the_store_that_it_cannot_reach(
+    directory: Path, call: Call
+) -> None:
     code, out, err = call("audit", ADDRESS, "--quick", "--no-store")
     assert code == 0, out + err
     assert "holds: 0 violations" in out
-    assert list(place.iterdir()) == [], "there is no directory of the run to write to"
+    assert list(directory.iterdir()) == [], "there is no directory of the run to write to"
 
 
 @pytest.mark.parametrize("address", ["kafka://", "kafka://one:9092", "kafka://one:9092/"])
@@ -82,7 +84,7 @@ def test_address_without_a_run_is_refused(address: str) -> None:
 
 
 def test_run_that_is_not_there_is_told_with_those_that_are(
-    place: Path, call: Call, recorded: RecordedRun
+    directory: Path, call: Call, recorded: RecordedRun
 ) -> None:
     code, _, err = call("show", f"{URL}/other", "3")
     assert code == 2

@@ -24,7 +24,7 @@ LEASE_S = 3.0
 
 
 @pytest.fixture
-def place(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
+def directory(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
     config = furnish(tmp_path) / "config.toml"
     text = config.read_text().replace("lease_s = 5.0", f"lease_s = {LEASE_S}")
     config.write_text(f'{text}[bus]\nurl = "kafka://{kafka_broker.bootstrap}"\n')
@@ -39,28 +39,28 @@ def said(path: Path) -> str:
     return (path / "said").read_text()
 
 
-def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Path) -> None:
-    tiny = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}")
+def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(directory: Path) -> None:
+    tiny = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}")
     words = ("-o", 'run.name="tiny-control"', "-o", f"run.steps={OTHER_STEPS}")
-    other = start(place, "run", "config.toml", *words)
-    until(lambda: said(place).count(" joined (") >= 4)
-    until(lambda: len(steps(place, "tiny")) >= 2)
-    killed = workers(place, "tiny")[0]
+    other = start(directory, "run", "config.toml", *words)
+    until(lambda: said(directory).count(" joined (") >= 4)
+    until(lambda: len(steps(directory, "tiny")) >= 2)
+    killed = workers(directory, "tiny")[0]
     os.kill(killed.pid, signal.SIGKILL)
-    assert (tiny.wait(WAIT_S), other.wait(WAIT_S)) == (0, 0), said(place)
+    assert (tiny.wait(WAIT_S), other.wait(WAIT_S)) == (0, 0), said(directory)
 
-    assert steps(place, "tiny") == list(range(STEPS))
-    assert steps(place, "tiny-control") == list(range(OTHER_STEPS))
-    assert [fact.worker for fact in workers(place, "tiny")].count(killed.worker) >= 2
+    assert steps(directory, "tiny") == list(range(STEPS))
+    assert steps(directory, "tiny-control") == list(range(OTHER_STEPS))
+    assert [fact.worker for fact in workers(directory, "tiny")].count(killed.worker) >= 2
     for run in ("tiny", "tiny-control"):
-        assert runs_named_in(place, run) == {run}
-        assert call(place, "audit", run) == 0, said(place)
-    assert call(place, "replay", "tiny") == 0, said(place)
-    assert f"{STEPS} of {STEPS} steps bit-equal" in said(place)
-    assert call(place, "replay", "tiny", "--random", "8") == 0, said(place)
-    assert "8 of 8 trajectories bit-equal" in said(place)
-    assert call(place, "run", "config.toml", "--runs", "elsewhere") == 3
-    assert "the log already holds a run 'tiny'" in said(place)
+        assert runs_named_in(directory, run) == {run}
+        assert call(directory, "audit", run) == 0, said(directory)
+    assert call(directory, "replay", "tiny") == 0, said(directory)
+    assert f"{STEPS} of {STEPS} steps bit-equal" in said(directory)
+    assert call(directory, "replay", "tiny", "--random", "8") == 0, said(directory)
+    assert "8 of 8 trajectories bit-equal" in said(directory)
+    assert call(directory, "run", "config.toml", "--runs", "elsewhere") == 3
+    assert "the log already holds a run 'tiny'" in said(directory)
 
 
 def runs_named_in(path: Path, run: str) -> set[str]:

@@ -31,7 +31,7 @@ STEPS = 3
 
 
 @pytest.fixture
-def place(tmp_path: Path, secure_kafka: KafkaBroker, certificates: Certificates) -> Path:
+def directory(tmp_path: Path, secure_kafka: KafkaBroker, certificates: Certificates) -> Path:
     directory = furnish(tmp_path / "place")
     (tmp_path / "secrets").mkdir()
     for user in USERS:
@@ -60,23 +60,25 @@ def said(directory: Path) -> str:
 
 
 def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
-    place: Path, secure_kafka: KafkaBroker, certificates: Certificates
+    directory: Path, secure_kafka: KafkaBroker, certificates: Certificates
 ) -> None:
     allow(secure_kafka, documented_rights("tiny"))
-    orchestrator = start(place, "orchestrator", "config.toml", *enters(place, "orchestrator"))
-    new_path = place / "runs" / "tiny" / "config.toml"
+    orchestrator = start(
+        directory, "orchestrator", "config.toml", *enters(directory, "orchestrator")
+    )
+    new_path = directory / "runs" / "tiny" / "config.toml"
     until(lambda: new_path.exists() or orchestrator.poll() is not None)
-    assert orchestrator.poll() is None, said(place)
+    assert orchestrator.poll() is None, said(directory)
     roles = [
-        start(place, "worker", "config.toml", "--name", name, *enters(place, "worker"))
+        start(directory, "worker", "config.toml", "--name", name, *enters(directory, "worker"))
         for name in ("w0", "w1")
     ]
-    roles.append(start(place, "trainer", "config.toml", *enters(place, "trainer")))
+    roles.append(start(directory, "trainer", "config.toml", *enters(directory, "trainer")))
     ended = [role.wait(WAIT_S) for role in (orchestrator, *roles)]
-    assert ended == [0, 0, 0, 0], said(place)
-    assert "lacks" not in said(place)
+    assert ended == [0, 0, 0, 0], said(directory)
+    assert "lacks" not in said(directory)
 
-    auditor = as_auditor(place)
+    auditor = as_auditor(directory)
     assert steps(auditor, "tiny") == list(range(STEPS))
     for command in (
         ("audit", "tiny"),
@@ -87,8 +89,8 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
     assert call(auditor, "doctor", "--config", "runs/tiny") == 0, said(auditor)
     assert "as User:auditor by SASL_SSL" in said(auditor)
     assert "all 6 of run 'tiny'" in said(auditor)
-    nobody_may_do_more(secure_kafka, certificates, place)
-    no_secret_is_anywhere(place, auditor, secure_kafka)
+    nobody_may_do_more(secure_kafka, certificates, directory)
+    no_secret_is_anywhere(directory, auditor, secure_kafka)
 
 
 def as_auditor(path: Path) -> Path:
@@ -141,15 +143,15 @@ def no_secret_is_anywhere(location: Path, auditor: Path, secure_kafka: KafkaBrok
 
 
 def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowhere(
-    place: Path, secure_kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+    directory: Path, secure_kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, password_of("admin"))
     words = ("-o", "bus.username=admin", "-o", 'run.name="whole"', "-o", "run.steps=1")
-    assert call(place, "config", "config.toml", *words) == 0
-    assert 'username = "admin"' in said(place)
-    assert call(place, "run", "config.toml", *words) == 0, said(place)
-    assert call(place, "audit", "whole") == 0, said(place)
-    for path in [*place.rglob("*"), *secure_kafka.data.glob("whole.*/*.log")]:
+    assert call(directory, "config", "config.toml", *words) == 0
+    assert 'username = "admin"' in said(directory)
+    assert call(directory, "run", "config.toml", *words) == 0, said(directory)
+    assert call(directory, "audit", "whole") == 0, said(directory)
+    for path in [*directory.rglob("*"), *secure_kafka.data.glob("whole.*/*.log")]:
         assert path.is_dir() or password_of("admin").encode() not in path.read_bytes(), path
 
 
@@ -163,7 +165,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
     ],
 )
 def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
-    place: Path,
+    directory: Path,
     secure_kafka: KafkaBroker,
     certificates: Certificates,
     case: str,
@@ -171,29 +173,29 @@ def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
     hint: str,
 ) -> None:
     words = {
-        "password": ["-o", "bus.username=admin", *enters(place, "worker")[2:]],
+        "password": ["-o", "bus.username=admin", *enters(directory, "worker")[2:]],
         "certificate": [
-            *enters(place, "admin"),
+            *enters(directory, "admin"),
             *("-o", f"bus.url=kafka://{secure_kafka.address('EXPIRED')}"),
         ],
         "authority": [
-            *enters(place, "admin"),
+            *enters(directory, "admin"),
             *("-o", f'bus.ca_file="{certificates.path("stranger-ca.pem")}"'),
         ],
-        "right": enters(place, "stranger"),
+        "right": enters(directory, "stranger"),
     }
-    code = call(place, "run", "config.toml", "-o", f'run.name="no-{case}"', *words[case])
-    lines = said(place).splitlines()
-    assert code == 4, said(place)
+    code = call(directory, "run", "config.toml", "-o", f'run.name="no-{case}"', *words[case])
+    lines = said(directory).splitlines()
+    assert code == 4, said(directory)
     (error,) = [line for line in lines if line.startswith("error: ")]
     assert line in error
     assert hint in lines[lines.index(error) + 1]
-    assert "Traceback" not in said(place)
-    assert not (place / "runs" / f"no-{case}" / "config.toml").exists(), "nothing is made"
-    assert not any(password_of(user) in said(place) for user in USERS)
+    assert "Traceback" not in said(directory)
+    assert not (directory / "runs" / f"no-{case}" / "config.toml").exists(), "nothing is made"
+    assert not any(password_of(user) in said(directory) for user in USERS)
     if case != "right":
-        assert call(place, "doctor", "--config", "config.toml", *words[case]) == 1
-        assert line in said(place).split(error)[1].replace("\n", " ")
+        assert call(directory, "doctor", "--config", "config.toml", *words[case]) == 1
+        assert line in said(directory).split(error)[1].replace("\n", " ")
 
 
 def test_the_environment_of_these_tests_holds_no_password_itself() -> None:

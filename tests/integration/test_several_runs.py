@@ -58,7 +58,7 @@ class Other(Task):
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     furnish(tmp_path)
     head, _, rest = CONFIG.partition("[task]")
     _, _, rest = rest.partition("[sampling]")
@@ -78,28 +78,30 @@ def specs(path: Path) -> list[GroupSpec]:
 
 
 @pytest.mark.slow
-def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place: Path) -> None:
+def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(directory: Path) -> None:
     running = start(
-        place, "run", "config.toml", "-o", "run.steps=30", "-o", "rollout.prompts_per_step=20"
+        directory, "run", "config.toml", "-o", "run.steps=30", "-o", "rollout.prompts_per_step=20"
     )
-    until(lambda: b"step    2 " in (place / "said").read_bytes())
+    until(lambda: b"step    2 " in (directory / "said").read_bytes())
     running.send_signal(signal.SIGKILL)
     running.wait(WAIT_S)
     inside = "runs/tiny"
-    frozen = call(place, "run", inside, "--resume", "-o", "task.other.ratio=2")
-    assert frozen == 3, (place / "said").read_text()
-    done = len(steps(place, "tiny")) + 8
+    frozen = call(directory, "run", inside, "--resume", "-o", "task.other.ratio=2")
+    assert frozen == 3, (directory / "said").read_text()
+    done = len(steps(directory, "tiny")) + 8
     words = ("run", inside, "--resume", "-o", f"run.steps={done}")
-    assert call(place, *words) == 0, (place / "said").read_text()
-    assert_clean(place, "tiny")
-    train = Counter(spec.task for spec in specs(place) if spec.purpose == "train")
+    assert call(directory, *words) == 0, (directory / "said").read_text()
+    assert_clean(directory, "tiny")
+    train = Counter(spec.task for spec in specs(directory) if spec.purpose == "train")
     assert train.total() > 200
     assert abs(train["letters"] - 3 * train.total() / 4) < 1
     evaluated = {
-        (spec.evaluation, spec.size, spec.version) for spec in specs(place) if spec.evaluation
+        (spec.evaluation, spec.size, spec.version) for spec in specs(directory) if spec.evaluation
     }
     assert {("letters", 1, 0), ("few", 2, 2), ("other", 1, done)} <= evaluated
     assert ("other", 1, 2) not in evaluated
-    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
-    assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
-    assert call(place, "rescore", "tiny") == 0, (place / "said").read_text()
+    assert call(directory, "replay", "tiny") == 0, (directory / "said").read_text()
+    assert call(directory, "replay", "tiny", "--random", "12") == 0, (
+        directory / "said"
+    ).read_text()
+    assert call(directory, "rescore", "tiny") == 0, (directory / "said").read_text()

@@ -35,7 +35,7 @@ CHILD = ("run.name=child", "model.path=other")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     make_llama_gqa(tmp_path / "other", scale=3.0)
     return furnish(tmp_path)
@@ -96,10 +96,10 @@ def test_what_a_run_keeps_is_decided_when_it_is_made_and_said_where_it_deletes(
     assert keep_every_of(small.config.store.keep_every, small.first) == 0
 
 
-def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(place: Path) -> None:
+def test_a_run_of_a_model_begins_with_what_that_was_when_the_run_was_made(directory: Path) -> None:
     before = made().first
-    shutil.rmtree(place / "model")
-    shutil.copytree(place / "other", place / "model")
+    shutil.rmtree(directory / "model")
+    shutil.copytree(directory / "other", directory / "model")
     assert begins_with(resumed("tiny").first) == begins_with(before)
 
 

@@ -22,7 +22,7 @@ RUN = "read-by-kcat"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -> Path:
     """A user's folder with a finished run on the broker."""
     if shutil.which("kcat") is None:
         pytest.skip("the commands of docs/clusters.md need kcat, not found on this machine")
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -
 
 
 def test_the_docs_read_a_run_without_this_program_as_they_say(
-    place: Path, kafka_broker: KafkaBroker, tmp_path: Path
+    directory: Path, kafka_broker: KafkaBroker, tmp_path: Path
 ) -> None:
     if shutil.which("jq") is None:
         pytest.skip("the lines of docs/clusters.md need jq, not found on this machine")

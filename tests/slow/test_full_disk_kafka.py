@@ -40,26 +40,28 @@ def broker(disk: SmallDisk) -> Iterator[KafkaBroker]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     return furnish(tmp_path / "user")
 
 
 @pytest.fixture
-def running(place: Path, broker: KafkaBroker, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    directory: Path, broker: KafkaBroker, disk: SmallDisk
+) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has committed some steps when its broker ends for want of room."""
     url = f"bus.url=kafka://{broker.bootstrap}"
-    running = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}", "-o", url)
+    running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}", "-o", url)
     try:
-        until(lambda: running.poll() is not None or "step    1 " in said(place))
-        assert running.poll() is None, said(place)
+        until(lambda: running.poll() is not None or "step    1 " in said(directory))
+        assert running.poll() is None, said(directory)
         disk.fill(but_bytes=LEFT_BYTES)
-        until(lambda: "free space, or the run will wait" in said(place))
-        assert call(place, "why", RUN) == 0
-        assert said(place).count("of broker 1 has only") == 2, said(place)
+        until(lambda: "free space, or the run will wait" in said(directory))
+        assert call(directory, "why", RUN) == 0
+        assert said(directory).count("of broker 1 has only") == 2, said(directory)
         disk.fill()
         until(lambda: not broker.running)
-        until(lambda: "roles wait, dispatch is paused: free space within 120 s" in said(place))
-        (paused,) = (line for line in said(place).splitlines() if "dispatch is paused" in line)
+        until(lambda: "roles wait, dispatch is paused: free space within 120 s" in said(directory))
+        (paused,) = (line for line in said(directory).splitlines() if "dispatch is paused" in line)
         # The moment decides how much the broker still answers before it ends.
         away = "the log is not reachable; when last reached: the disk under" in paused
         no_leader = "broker 1 stopped or cannot write: check their disks" in paused
@@ -76,23 +78,23 @@ def said(path: Path) -> str:
 
 
 def test_run_goes_on_by_itself_when_its_broker_has_room_again(
-    place: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
+    directory: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
     disk.make_room()
     disk.grow(LARGER_MIB)
     broker.kill()
     broker.start()
-    until(lambda: "disk space is available again; the run continues" in said(place))
-    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, said(place)
-    assert steps(place, RUN) == list(range(STEPS))
-    assert_clean(place, RUN)
+    until(lambda: "disk space is available again; the run continues" in said(directory))
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, said(directory)
+    assert steps(directory, RUN) == list(range(STEPS))
+    assert_clean(directory, RUN)
 
 
 def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_says(
-    place: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
+    directory: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, said(place)
-    lines = said(place).splitlines()
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, said(directory)
+    lines = said(directory).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "broker 1 " in errors[0], lines
     assert lines[-1].startswith("hint: free space"), lines
@@ -101,15 +103,15 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     disk.grow(LARGER_MIB)
     broker.kill()
     broker.start()
-    until(_answers(place))
+    until(_answers(directory))
     words = shlex.split(goes_on.partition("resume it with: ")[2])
-    code = start(place, *words[1:]).wait(2 * DELIVERY_TIMEOUT_S)
-    if "kafka-transactions.sh" in said(place):
+    code = start(directory, *words[1:]).wait(2 * DELIVERY_TIMEOUT_S)
+    if "kafka-transactions.sh" in said(directory):
         # Truncating a partial write can drop an acknowledged marker written after it.
         pytest.skip("the broker lost the end of a transaction when its disk filled up")
-    assert code == 0, said(place)
-    assert steps(place, RUN) == list(range(STEPS))
-    assert_clean(place, RUN)
+    assert code == 0, said(directory)
+    assert steps(directory, RUN) == list(range(STEPS))
+    assert_clean(directory, RUN)
 
 
 def _answers(path: Path) -> Callable[[], bool]:

@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, disk: SmallDisk) -> Path:
+def directory(tmp_path: Path, disk: SmallDisk) -> Path:
     directory = furnish(tmp_path / "user")
     (disk.path / "runs").mkdir()
     (directory / "runs").symlink_to(disk.path / "runs")
@@ -40,54 +40,58 @@ def _said(path: Path) -> str:
 
 
 @pytest.fixture
-def running(place: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
+def running(directory: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has committed some steps when the room is taken away."""
-    running = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}")
-    until(lambda: running.poll() is not None or "step" in _said(place))
-    assert running.poll() is None, _said(place)
-    until(lambda: (place / "runs" / RUN / "log.sqlite").exists() and len(steps(place, RUN)) >= 2)
+    running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}")
+    until(lambda: running.poll() is not None or "step" in _said(directory))
+    assert running.poll() is None, _said(directory)
+    until(
+        lambda: (
+            (directory / "runs" / RUN / "log.sqlite").exists() and len(steps(directory, RUN)) >= 2
+        )
+    )
     disk.fill()
-    until(lambda: "is full" in _said(place))
+    until(lambda: "is full" in _said(directory))
     yield running
     running.kill()
     running.wait()
 
 
 def test_run_goes_on_by_itself_when_room_is_made_and_holds(
-    place: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
+    directory: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert "roles wait, dispatch is paused: free space within 120 s" in _said(place)
-    (place / "why").write_bytes(_output(place, "why", RUN))
-    assert "is full" in (place / "why").read_text()
-    assert "is full" in _output(place, "top", RUN, "--once").decode()
-    done = len(steps(place, RUN))
+    assert "roles wait, dispatch is paused: free space within 120 s" in _said(directory)
+    (directory / "why").write_bytes(_output(directory, "why", RUN))
+    assert "is full" in (directory / "why").read_text()
+    assert "is full" in _output(directory, "top", RUN, "--once").decode()
+    done = len(steps(directory, RUN))
     with pytest.raises(subprocess.TimeoutExpired):
         running.wait(20)
-    assert len(steps(place, RUN)) <= done + 1 < STEPS, "what was under way, and nothing more"
+    assert len(steps(directory, RUN)) <= done + 1 < STEPS, "what was under way, and nothing more"
     disk.make_room()
-    until(lambda: "disk space is available again; the run continues" in _said(place))
-    assert running.wait(DELIVERY_TIMEOUT_S) == 0, _said(place)
-    assert steps(place, RUN) == list(range(STEPS))
-    assert_clean(place, RUN)
+    until(lambda: "disk space is available again; the run continues" in _said(directory))
+    assert running.wait(DELIVERY_TIMEOUT_S) == 0, _said(directory)
+    assert steps(directory, RUN) == list(range(STEPS))
+    assert_clean(directory, RUN)
 
 
 def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
-    place: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
+    directory: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert running.wait(DELIVERY_TIMEOUT_S + 60) == 7, _said(place)
-    lines = _said(place).splitlines()
+    assert running.wait(DELIVERY_TIMEOUT_S + 60) == 7, _said(directory)
+    lines = _said(directory).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "is full" in errors[0] and "for 120 s" in errors[0], lines
     assert lines[-1].startswith("hint: free space"), lines
     (goes_on,) = [line for line in lines if "resume it with: " in line]
-    done = steps(place, RUN)
+    done = steps(directory, RUN)
     assert done == list(range(len(done))) and len(done) < STEPS
     disk.make_room()
     words = shlex.split(goes_on.partition("resume it with: ")[2])
     assert words[0] == "dora-pipe"
-    assert call(place, *words[1:]) == 0, _said(place)
-    assert steps(place, RUN) == list(range(STEPS))
-    assert_clean(place, RUN)
+    assert call(directory, *words[1:]) == 0, _said(directory)
+    assert steps(directory, RUN) == list(range(STEPS))
+    assert_clean(directory, RUN)
 
 
 def _output(path: Path, *words: str) -> bytes:

@@ -25,22 +25,22 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """A user's folder."""
     return furnish(tmp_path)
 
 
-def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Path) -> None:
-    with run_until_it_samples(place) as running:
-        with stopped(place):  # no request ends before the check
-            drain(place)
-            until(lambda: bool(asked_away(place)))
-        assert running.wait(WAIT_S) == 0, (place / "said").read_text()
-    assert_clean(place, "tiny")
-    released = [release for release in of(place, RequestReleased) if release.worker == DRAINED]
+def test_drained_process_hands_its_requests_over_and_they_are_the_same(directory: Path) -> None:
+    with run_until_it_samples(directory) as running:
+        with stopped(directory):  # no request ends before the check
+            drain(directory)
+            until(lambda: bool(asked_away(directory)))
+        assert running.wait(WAIT_S) == 0, (directory / "said").read_text()
+    assert_clean(directory, "tiny")
+    released = [release for release in of(directory, RequestReleased) if release.worker == DRAINED]
     with_cache = [release for release in released if release.kv is not None]
     assert with_cache, released
-    actual_trajectories = trajectories(place)
+    actual_trajectories = trajectories(directory)
     imported = [
         release for release in with_cache if actual_trajectories[release.trajectory].meta.migrations
     ]
@@ -49,21 +49,21 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
         {DRAINED}
     )
     names = [release.trajectory for release in imported[:4]]
-    assert call(place, "replay", "tiny", *names) == 0, (place / "said").read_text()
-    assert not (place / "runs/tiny/handover").exists()
+    assert call(directory, "replay", "tiny", *names) == 0, (directory / "said").read_text()
+    assert not (directory / "runs/tiny/handover").exists()
 
 
-def test_source_that_is_killed_before_it_lets_go_leaves_its_progress(place: Path) -> None:
-    with run_until_it_samples(place, "-o", "timing.lease_s=2") as running:
-        with stopped(place) as pid:
-            drain(place)
-            until(lambda: bool(asked_away(place)))
+def test_source_that_is_killed_before_it_lets_go_leaves_its_progress(directory: Path) -> None:
+    with run_until_it_samples(directory, "-o", "timing.lease_s=2") as running:
+        with stopped(directory) as pid:
+            drain(directory)
+            until(lambda: bool(asked_away(directory)))
             os.kill(pid, signal.SIGKILL)
-        asked = asked_away(place)
-        assert running.wait(WAIT_S) == 0, (place / "said").read_text()
-    assert_clean(place, "tiny")
-    assert not any(release.trajectory in asked for release in of(place, RequestReleased))
-    actual_trajectories = trajectories(place)
+        asked = asked_away(directory)
+        assert running.wait(WAIT_S) == 0, (directory / "said").read_text()
+    assert_clean(directory, "tiny")
+    assert not any(release.trajectory in asked for release in of(directory, RequestReleased))
+    actual_trajectories = trajectories(directory)
     assert asked <= actual_trajectories.keys()
     gone_on = [
         actual_trajectories[name]

@@ -38,7 +38,7 @@ def within(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = furnish(tmp_path_factory.mktemp("pages"))
     (directory / "new.py").write_text((directory / "judge.py").read_text())
     short = (
@@ -53,5 +53,5 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", sorted({*commands()}), ids=" ".join)
-def test_command_of_a_page_runs(words: tuple[str, ...], place: Path) -> None:
-    assert call_here(place, *words) == 0, (place / "said").read_text()
+def test_command_of_a_page_runs(words: tuple[str, ...], directory: Path) -> None:
+    assert call_here(directory, *words) == 0, (directory / "said").read_text()

@@ -38,7 +38,7 @@ def branched(
 
 
 @pytest.fixture(scope="module", params=["address", "file"])
-def place(
+def directory(
     page: Page,
     branched: tuple[RecordedRun, str],
     request: pytest.FixtureRequest,
@@ -56,8 +56,8 @@ def place(
             page.leave()
 
 
-def test_contexts_stand_below_what_they_go_on_from(page: Page, place: str) -> None:
-    page.open(place)
+def test_contexts_stand_below_what_they_go_on_from(page: Page, directory: str) -> None:
+    page.open(directory)
     heads = page.run("[...document.querySelectorAll('.context')].map((one) => one.id)")
     assert heads == ["context-0", "context-2", "context-3", "context-1"]
     assert page.run("Boolean(document.querySelector('#context-2 #context-3'))")
@@ -65,8 +65,10 @@ def test_contexts_stand_below_what_they_go_on_from(page: Page, place: str) -> No
     assert page.run("document.querySelectorAll('.tokens .t').length") == 45
 
 
-def test_a_shared_beginning_is_folded_and_leads_to_where_it_stands(page: Page, place: str) -> None:
-    page.open(place)
+def test_a_shared_beginning_is_folded_and_leads_to_where_it_stands(
+    page: Page, directory: str
+) -> None:
+    page.open(directory)
     assert not page.run("document.querySelector('#context-3 .shared').open")
     page.click("#context-3 > .shared summary")
     assert len(page.text("#context-3 > .shared .prefix").split()) == CONTEXTS[2].shared
@@ -75,9 +77,9 @@ def test_a_shared_beginning_is_folded_and_leads_to_where_it_stands(page: Page, p
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_the_page_can_be_used_by_all(page: Page, place: str, width: int) -> None:
+def test_the_page_can_be_used_by_all(page: Page, directory: str, width: int) -> None:
     page.size(width, 900)
-    page.open(place)
+    page.open(directory)
     assert unusable(page, width) == {}
 
 

@@ -38,7 +38,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @pytest.fixture(scope="module")
-def made(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
     _write(recorded, folder)
     return folder
@@ -53,8 +53,8 @@ def _write(run: RecordedRun, folder: Path) -> None:
 
 
 @pytest.fixture
-def statement(made: Path) -> Any:
-    return json.loads((made / FILE).read_text())
+def statement(directory: Path) -> Any:
+    return json.loads((directory / FILE).read_text())
 
 
 def test_shape_is_that_of_an_in_toto_statement(statement: Any) -> None:
@@ -69,17 +69,19 @@ def test_shape_is_that_of_an_in_toto_statement(statement: Any) -> None:
         assert SHA256.fullmatch(row["digest"]["sha256"])
 
 
-def test_subject_is_every_other_file_with_its_sha256(statement: Any, made: Path) -> None:
-    files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
+def test_subject_is_every_other_file_with_its_sha256(statement: Any, directory: Path) -> None:
+    files = {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    }
     assert {row["name"] for row in statement["subject"]} == files - {FILE}
     assert {"model.safetensors", "config.json", "adapter/note.txt"} <= files
     for row in statement["subject"]:
-        data = (made / row["name"]).read_bytes()
+        data = (directory / row["name"]).read_bytes()
         assert row["digest"] == {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 def test_predicate_has_what_files_and_log_say(
-    statement: Any, made: Path, recorded: RecordedRun
+    statement: Any, directory: Path, recorded: RecordedRun
 ) -> None:
     predicate = statement["predicate"]
     with closing(recorded.open()) as bus:
@@ -90,7 +92,9 @@ def test_predicate_has_what_files_and_log_say(
     commits = {fact.step: fact for fact in facts if isinstance(fact, StepCommitted)}
     workers = [fact for fact in facts if isinstance(fact, WorkerJoined)]
     assert (predicate["run"], predicate["version"]) == (started.run, VERSION)
-    assert predicate["weightsDigest"] == weights_digest(made) == commits[VERSION - 1].digest_after
+    assert (
+        predicate["weightsDigest"] == weights_digest(directory) == commits[VERSION - 1].digest_after
+    )
     assert predicate["log"] == {"chain": chain, "round": number, "controlNext": control_next}
     assert predicate["config"]["digest"]["sha256"] == config_digest(started.config)
     assert predicate["data"] == [

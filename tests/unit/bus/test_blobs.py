@@ -266,7 +266,7 @@ class ToldFiles(BlobFiles):
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
+def watched(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
     files = ToldFiles(tmp_path / "told")
     bus = BlobBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
     bus.create([TopicSpec(name=TOPIC)])
@@ -275,9 +275,9 @@ def told(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
 
 
 def test_the_next_values_are_read_while_the_first_is_looked_at(
-    told: tuple[ToldFiles, BlobBus], monkeypatch: pytest.MonkeyPatch
+    watched: tuple[ToldFiles, BlobBus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, bus = told
+    files, bus = watched
     monkeypatch.setattr(blobs_module, "AHEAD_BYTES", 4800)
     reader = bus.reader({AT: 0})
     assert [len(record.value) for record in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
@@ -292,9 +292,9 @@ def test_the_next_values_are_read_while_the_first_is_looked_at(
 
 
 def test_a_value_that_could_not_be_read_ahead_is_read_again(
-    told: tuple[ToldFiles, BlobBus],
+    watched: tuple[ToldFiles, BlobBus],
 ) -> None:
-    files, bus = told
+    files, bus = watched
     reader = bus.reader({AT: 0})
     reader.poll(timeout_s=0, bytes_max=2500)
     reader.seek(AT, 0)

@@ -73,9 +73,9 @@ class Model:
         return len(records)
 
     def check_position(self, partition: int, passed: int, before: int) -> None:
-        at = TopicPartition("t", partition)
-        position = self.reader.position(at)
-        assert before <= position <= self.bus.end(at)
+        tp = TopicPartition("t", partition)
+        position = self.reader.position(tp)
+        assert before <= position <= self.bus.end(tp)
         assert not passed or position > self.offsets[partition][passed - 1]
         rest = self.offsets[partition][passed:]
         assert not rest or position <= rest[0]

@@ -76,7 +76,7 @@ LOSSLESS = ("byte_level", "merged", "unigram")
 
 
 @pytest.fixture(scope="module", params=MAKERS)
-def made(
+def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     backend = MAKERS[request.param]()
@@ -100,9 +100,9 @@ def added_ids(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("token", [*SPECIAL, *ADDED])
 def test_an_added_token_in_a_text_is_parsed_only_where_that_is_asked_for(
-    made: tuple[str, Path], token: str
+    case: tuple[str, Path], token: str
 ) -> None:
-    _, folder = made
+    _, folder = case
     own, text = added_ids(folder), f"a {token} s"
     assert own.isdisjoint(Tokenizer(folder).ids(text))
     assert own.isdisjoint(Tokenizer(folder).prompt_ids(f"a {token}"))
@@ -117,9 +117,9 @@ def test_an_added_token_in_a_text_is_parsed_only_where_that_is_asked_for(
     )
 )
 def test_no_text_gives_the_id_of_an_added_token_and_it_decodes_back_to_the_text(
-    made: tuple[str, Path], parts: Sequence[str]
+    case: tuple[str, Path], parts: Sequence[str]
 ) -> None:
-    kind, folder = made
+    kind, folder = case
     tokenizer, text = Tokenizer(folder), "".join(parts)
     ids = tokenizer.ids(text)
     assert added_ids(folder).isdisjoint(ids)
@@ -128,17 +128,17 @@ def test_no_text_gives_the_id_of_an_added_token_and_it_decodes_back_to_the_text(
         assert tokenizer.text(ids) == text
 
 
-def test_what_has_no_control_tokens_is_encoded_as_it_was(made: tuple[str, Path]) -> None:
-    _, folder = made
+def test_what_has_no_control_tokens_is_encoded_as_it_was(case: tuple[str, Path]) -> None:
+    _, folder = case
     for text in ("one two s", "the is no end", "1+2=3 a-z", " _ | "):
         parsed = Tokenizer(folder, special_tokens="parse")
         assert Tokenizer(folder).ids(text) == parsed.ids(text)
 
 
 def test_sampled_control_tokens_stay_themselves_when_their_text_is_encoded_again(
-    made: tuple[str, Path],
+    case: tuple[str, Path],
 ) -> None:
-    kind, folder = made
+    kind, folder = case
     tokenizer = Tokenizer(folder)
     end = tokenizer.stop_ids[0]
     plain = Tokenizer(folder, special_tokens="parse").ids("s" if kind != "words" else "one")
@@ -150,8 +150,8 @@ def test_sampled_control_tokens_stay_themselves_when_their_text_is_encoded_again
         assert Tokenizer(folder, special_tokens="parse").again(written) == [end]
 
 
-def test_added_white_space_is_encoded_as_it_was(made: tuple[str, Path]) -> None:
-    _, folder = made
+def test_added_white_space_is_encoded_as_it_was(case: tuple[str, Path]) -> None:
+    _, folder = case
     parsed = Tokenizer(folder, special_tokens="parse").ids(f"s{SPACES}s")
     assert Tokenizer(folder).ids(f"s{SPACES}s") == parsed
     space = Backend.from_file(str(folder / "tokenizer.json")).token_to_id(SPACES)

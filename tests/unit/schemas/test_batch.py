@@ -27,8 +27,8 @@ CHANGES: list[tuple[str, Any]] = [
 
 def with_first(**changes: Any) -> list[TakenGroup]:
     first, *rest = GROUPS
-    entry, *others = first.trajectories
-    changed = (msgspec.structs.replace(entry, **changes), *others)
+    entry, *later = first.trajectories
+    changed = (msgspec.structs.replace(entry, **changes), *later)
     return [msgspec.structs.replace(first, trajectories=changed), *rest]
 
 

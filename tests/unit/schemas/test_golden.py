@@ -242,9 +242,9 @@ def _note_fields(
     observed.setdefault(type(record), set()).update(plain)
     for name in plain:
         value = getattr(record, name, None)
-        for one, inner in _pairs(value, plain[name]):
-            if isinstance(one, msgspec.Struct):
-                _note_fields(one, inner, observed)
+        for nested, inner in _pairs(value, plain[name]):
+            if isinstance(nested, msgspec.Struct):
+                _note_fields(nested, inner, observed)
 
 
 def _pairs(value: Any, plain: Any) -> list[tuple[Any, Any]]:

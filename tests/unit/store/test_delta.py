@@ -59,11 +59,11 @@ def made(folder: Path, base: int, last: int) -> bytes:
 
 
 @given(st.sets(st.integers(0, 5000)))
-def test_positions_come_back_and_cost_a_byte_each_and_one_per_255_passed(found: set[int]) -> None:
-    positions = np.array(sorted(found), np.int64)
+def test_positions_come_back_and_cost_a_byte_each_and_one_per_255_passed(changed: set[int]) -> None:
+    positions = np.array(sorted(changed), np.int64)
     gaps = gaps_of(positions)
     assert positions_of(gaps).tolist() == positions.tolist()
-    assert gaps.size <= len(found) + max(found, default=0) // 255
+    assert gaps.size <= len(changed) + max(changed, default=0) // 255
 
 
 DTYPES = ("BF16", "F32", "F64", "I8")

@@ -41,7 +41,7 @@ class Place:
 
 
 @pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     kind = request.param
     if kind == "directory":
         yield Place(LocalFiles(tmp_path / "policies"), False, tmp_path)
@@ -59,8 +59,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(s3_files(request), True, tmp_path)
 
 
-def test_what_one_machine_publishes_another_reads_and_verifies(place: Place) -> None:
-    here, there = place.store("m0"), place.store("m1")
+def test_what_one_machine_publishes_another_reads_and_verifies(directory: Place) -> None:
+    here, there = directory.store("m0"), directory.store("m1")
     manifest = here.publish_weights(Writer(1.0))
     assert there.has_weights(manifest.digest)
     assert there.verify(manifest.digest) == manifest
@@ -68,19 +68,19 @@ def test_what_one_machine_publishes_another_reads_and_verifies(place: Place) -> 
     assert there.held_weights(manifest.digest).is_file()
 
 
-def test_blobs_and_assets_travel_too(place: Place) -> None:
-    here, there = place.store("m0"), place.store("m1")
+def test_blobs_and_assets_travel_too(directory: Place) -> None:
+    here, there = directory.store("m0"), directory.store("m1")
     blob = here.publish_blob("optimizer", lambda path: _write(path, b"state"))
-    assets = here.publish_assets(assets_in(place.root / "model"))
+    assets = here.publish_assets(assets_in(directory.root / "model"))
     assert there.has_blob("optimizer", blob.sha256)
     assert there.verify_blob("optimizer", blob.sha256).read_bytes() == b"state"
     names = sorted(path.name for path in there.assets(assets).iterdir())
     assert names == ["config.json", "tokenizer.json"]
-    assert here.publish_assets(assets_in(place.root / "model")) == assets
+    assert here.publish_assets(assets_in(directory.root / "model")) == assets
 
 
-def test_what_is_nowhere_is_named(place: Place) -> None:
-    store = place.store()
+def test_what_is_nowhere_is_named(directory: Place) -> None:
+    store = directory.store()
     assert not store.has_weights("0" * 64)
     with pytest.raises(PolicyError, match="no weights"):
         store.verify("0" * 64)
@@ -88,20 +88,20 @@ def test_what_is_nowhere_is_named(place: Place) -> None:
         store.verify_blob("contributions", "0" * 64)
 
 
-def test_publishing_again_is_harmless_and_mends_what_was_damaged(place: Place) -> None:
-    store = place.store()
+def test_publishing_again_is_harmless_and_mends_what_was_damaged(directory: Place) -> None:
+    store = directory.store()
     manifest = store.publish_weights(Writer(1.0))
-    damaged = place.root / "damaged"
+    damaged = directory.root / "damaged"
     damaged.write_bytes(b"not weights")
-    place.files.put(damaged, weights_name(manifest.digest))
+    directory.files.put(damaged, weights_name(manifest.digest))
     with pytest.raises(PolicyError):
-        place.store("m2").verify(manifest.digest)
+        directory.store("m2").verify(manifest.digest)
     store.publish_weights(Writer(1.0))
-    assert place.store("m3").verify(manifest.digest) == manifest
+    assert directory.store("m3").verify(manifest.digest) == manifest
 
 
-def test_everything_is_listed_by_name_and_size_and_orphans_are_the_rest(place: Place) -> None:
-    store = place.store()
+def test_everything_is_listed_by_name_and_size_and_orphans_are_the_rest(directory: Place) -> None:
+    store = directory.store()
     manifest = store.publish_weights(Writer(1.0))
     other = store.publish_weights(Writer(2.0))
     blob = store.publish_blob("contributions", lambda path: _write(path, b"rows"))
@@ -118,8 +118,8 @@ def test_everything_is_listed_by_name_and_size_and_orphans_are_the_rest(place: P
     assert store.orphans({manifest.digest, blob.sha256}) == []
 
 
-def test_dropped_is_gone_here_and_there_and_dropping_again_says_so(place: Place) -> None:
-    here, there = place.store("m0"), place.store("m1")
+def test_dropped_is_gone_here_and_there_and_dropping_again_says_so(directory: Place) -> None:
+    here, there = directory.store("m0"), directory.store("m1")
     manifest = here.publish_weights(Writer(1.0))
     assert here.drop_weights(manifest.digest)
     assert not here.drop_weights(manifest.digest)
@@ -130,8 +130,8 @@ def test_dropped_is_gone_here_and_there_and_dropping_again_says_so(place: Place)
     assert not here.has_blob("optimizer", blob.sha256)
 
 
-def test_writer_that_fails_leaves_nothing(place: Place) -> None:
-    store = place.store()
+def test_writer_that_fails_leaves_nothing(directory: Place) -> None:
+    store = directory.store()
 
     def fails(path: Path) -> Any:
         path.write_bytes(b"half")

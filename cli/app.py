@@ -90,7 +90,7 @@ COMMANDS: Final[Panels] = {
             "Query the tables of a run's log in SQL.",
             'sql demo "select step, reward from steps"',
         ),
-        "ui": ("cli.commands.observe:ui", "Browse runs in a browser.", "ui demo"),
+        "ui": ("cli.commands.observe:ui", "Show runs in a browser.", "ui demo"),
         "metrics": (
             "cli.commands.observe:metrics",
             "Serve the metrics of a run to Prometheus.",

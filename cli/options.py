@@ -36,10 +36,17 @@ RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of runs.")
 ]
 RUN_HELP: Final = "A run's name, the path of its directory, a .sqlite file, or kafka://.../RUN."
-RunArgument = Annotated[str, typer.Argument(help=RUN_HELP)]
-ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A TOML file, or the directory of a run.")
+]
 OverrideOption = Annotated[
-    list[str] | None, typer.Option("-o", "--override", help="key=value, e.g. -o run.steps=20")
+    list[str] | None,
+    typer.Option(
+        *("-o", "--override"),
+        metavar="KEY=VALUE",
+        help="Value of a configuration key, such as run.steps=20; repeatable.",
+    ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 

@@ -51,7 +51,7 @@ def bisect(
 ) -> None:
     """Find the step that made a run bad, and the group whose removal fixes it.
 
-    First names the settings that changed.
+    Prints changed settings before the search.
     """
     from dora_pipe.analysis.bisect import Limits
     from dora_pipe.cli.bisect import bisect_run
@@ -77,10 +77,8 @@ def diff(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Find the first record where two runs part, and why: settings that changed in mid-run, keys,
-    seeds, versions, code.
-
-    Example: dora-pipe diff demo demo2
+    """Find the first record in which two runs differ, and the cause: changed settings, keys,
+    seeds, versions or code.
     """
     from dora_pipe.cli.diff import print_diff
     from dora_pipe.launch.run_dir import opened
@@ -92,7 +90,9 @@ def diff(
 def fork(
     run: RunArgument,
     trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Trajectory id.")],
-    turn: Annotated[int | None, typer.Option(help="Continue from this turn; default all.")] = None,
+    turn: Annotated[
+        int | None, typer.Option(help="Continue from this turn; default: every turn.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
     version: Annotated[
         int | None, typer.Option(help="Version that continues; default: the trajectory's own.")
@@ -100,10 +100,8 @@ def fork(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Continue a trajectory from its turns with new seeds and print the spread of rewards: which
+    """Continue a trajectory from its turns with new seeds and compare the rewards: they show which
     turn decided the episode.
-
-    Example: dora-pipe fork demo g0000000042-003 --turn 2 --samples 64
     """
     from dora_pipe.cli.fork import fork_trajectory
     from dora_pipe.launch.run_dir import opened
@@ -137,10 +135,8 @@ def rescore(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Score all logged texts with another reward: which outcomes of groups and which advantage
-    signs differ. Without --reward, check the run's own rewards; exit code 6 if they differ.
-
-    Example: dora-pipe rescore demo --reward new:score --directory .
+    """Score all logged texts with another reward and report outcomes and advantage signs that
+    differ. Without --reward, check the run's own rewards; exit code 6 if they differ.
     """
     from dora_pipe.cli.rescore import rescore_run
     from dora_pipe.launch.run_dir import opened
@@ -169,8 +165,6 @@ def retrain(
     """Repeat training steps of a run from its log, with other settings, rewards or rows.
 
     Writes the weights as a model directory, steps.jsonl and change.json.
-
-    Example: dora-pipe retrain demo --out mended --from 40 --drop g0000000042
     """
     from dora_pipe.cli.retrain import change_of, retrain_run
     from dora_pipe.launch.run_dir import opened

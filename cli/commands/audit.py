@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def audit(
     run: RunArgument,
     store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Also check policy files.")
+        bool, typer.Option("--store/--no-store", help="Check the files of policies, too.")
     ] = True,
     follow: Annotated[
         bool,
@@ -38,7 +38,7 @@ def audit(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Verify a run from its log: C1, C2, C3 and all that they depend on. Exit code 5 if broken."""
+    """Verify the guarantees C1, C2 and C3 from the log of a run; exit code 5 if one is violated."""
     if follow and as_json:
         raise UsageError("--follow prints lines and does not support --json")
     from dora_pipe.audit.auditor import raise_if_broken
@@ -106,7 +106,7 @@ def mismatch(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Show how much of a batch's ratios comes from staleness, numerics, sampling, tokenization."""
+    """Attribute the importance ratios of a batch to staleness, numerics, sampling, tokenization."""
     from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 

@@ -52,7 +52,7 @@ def drain(
     ] = "",
     root: RunsOption = RUNS,
 ) -> None:
-    """Let a worker finish or move its requests and leave the run."""
+    """Let a worker finish or migrate its requests and leave the run."""
     _send(run, "drain", {"worker": name} if name else {}, root)
 
 

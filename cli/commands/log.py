@@ -66,7 +66,7 @@ def read(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Print the records of a topic, one per line; `--json` prints them whole."""
+    """Print the records of a topic, one per line; `--json` prints all fields."""
     from dora_pipe.cli.records import Wanted, print_records
     from dora_pipe.launch.run_dir import opened
 

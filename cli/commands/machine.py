@@ -15,7 +15,7 @@ def doctor(
     bus: Annotated[str, typer.Option(help="Also check this log, e.g. kafka://host:9092.")] = "",
     config: Annotated[
         Path | None,
-        typer.Option(help="Check the log of this TOML file or run, with its user."),
+        typer.Option(help="Also check this TOML file or run directory, and its log."),
     ] = None,
     override: OverrideOption = None,
     as_json: JsonOption = False,

@@ -54,7 +54,10 @@ WeightDecayOption = Annotated[
     float, typer.Option(min=0, help="AdamW weight decay; excludes norms and biases.")
 ]
 PackingOption = Annotated[
-    bool, typer.Option(help="Pack several examples per row; they do not attend to each other.")
+    bool,
+    typer.Option(
+        "--packing", help="Pack several examples per row; they do not attend to each other."
+    ),
 ]
 ThreadsOption = Annotated[
     int, typer.Option(min=1, help="CPU threads. Changing this changes results bitwise.")
@@ -65,9 +68,7 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an existi
 def demo(
     root: RunsOption = RUNS,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
-    override: Annotated[
-        list[str] | None, typer.Option("-o", "--override", help="Value for a configuration key.")
-    ] = None,
+    override: OverrideOption = None,
 ) -> None:
     """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
     from dora_pipe.cli.demo import run_demo
@@ -76,7 +77,7 @@ def demo(
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="New directory.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="New directory.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
 ) -> None:
@@ -102,8 +103,10 @@ def init(
 
 
 def sft(
-    config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
-    out: Annotated[Path, typer.Argument(help="Directory of the trained model.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML file with model.path and [task].")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the trained model.")],
     data: Annotated[
         str,
         typer.Option(
@@ -130,7 +133,7 @@ def sft(
 ) -> None:
     """Train the model of a configuration on assistant messages (supervised warm start).
 
-    With `lora.rank`, trains only an adapter: the folder has merged weights, and the adapter.
+    With `lora.rank`, train only an adapter. OUT then contains the merged weights and the adapter.
     """
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.model_checks import check_tokenizer
@@ -174,7 +177,9 @@ def run(
         bool, typer.Option("--with-optimizer", help="With --from: also load the optimizer state.")
     ] = False,
     adopt: AdoptOption = False,
-    verbose: Annotated[bool, typer.Option(help="Show all metrics of each step.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all metrics of each step.")
+    ] = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and supervise them."""

@@ -22,16 +22,16 @@ Check = Literal[
 """In report order."""
 
 CHECKS: Final[dict[Check, str]] = {
-    "C1": "every trajectory comes from one policy version, with its published digest",
-    "C2": "every dispatched group has exactly one outcome, nothing trains twice",
-    "C3": "every group is trained at a step not beyond its deadline",
-    "steps": "steps are contiguous and unique, each starts from the weights the last one left",
-    "batches": "every batch is made of the records that count, digests recomputed from the log",
-    "rounds": "the chain of rounds is whole and folds to the recorded states",
-    "decisions": "every decision follows from what stood in the log before it",
-    "control": "every fact can be read, is of this run and possible when it came",
-    "records": "every trajectory in the log is what was logged of it, none is lost or foreign",
-    "policies": "weights, contributions and checkpoints that commits name are there, unchanged",
+    "C1": "one policy version, with its published digest, sampled each trajectory",
+    "C2": "every dispatched group has exactly one outcome; nothing trains twice",
+    "C3": "no group trains after its deadline",
+    "steps": "steps are contiguous and unique; each starts from the previous weights",
+    "batches": "each batch contains the records that count; digests match the log",
+    "rounds": "the chain of rounds is complete and reproduces the recorded states",
+    "decisions": "every decision follows from the records before it",
+    "control": "every event is readable, belongs to this run and was possible at its offset",
+    "records": "every trajectory record matches its event; none is missing or foreign",
+    "policies": "weights, contributions and checkpoints of commits exist, unchanged",
     "catalogue": "the tables that are kept beside the run count what audit counts",
 }
 """What each check requires."""

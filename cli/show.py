@@ -441,7 +441,7 @@ def _print_versions(rows: Sequence[tuple[Any, ...]]) -> None:
 
 def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
     shown = sum(map(len, lines))
-    which = "" if shown == count else f" ({shown} of {count}; --all has every one)"
+    which = "" if shown == count else f" ({shown} of {count}; all with --all)"
     emit_line(f"groups and their mean rewards{which}")
     emit_flow(lines)
 

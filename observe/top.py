@@ -112,7 +112,7 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
         return f"{stats.run}: not started"
     parts = [f"{stats.run}: step {stats.version} of {stats.steps_planned or '?'}"]
     if stats.over:
-        parts[0] = f"{stats.run}: over after {stats.version} steps"
+        parts[0] = f"{stats.run}: finished {stats.version} steps"
     parts.append(f"{duration(max(0, at_ns - stats.started.at_ns) / 1e9)} since its start")
     if stats.over:
         return ", ".join(parts)

@@ -103,10 +103,8 @@ def init(
 
 
 def sft(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML file with model.path and [task].")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the trained model.")],
+    config: ConfigArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the trained model.")],
     data: Annotated[
         str,
         typer.Option(

@@ -36,7 +36,7 @@ def test_a_run_is_shown_on_one_screen(recorded: RecordedRun, call: Call) -> None
     code, out, err = call("show", recorded.directory)
     assert code == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith(f"recorded: over after {STEPS} steps, ")
+    assert lines[0].startswith(f"recorded: finished {STEPS} steps, ")
     assert len(lines) <= 24, out
     texts = {line.split("  ")[0] for line in lines}
     assert {"reward", "staleness", "groups", "trainer", "orchestrator", "w0"} <= texts
@@ -102,7 +102,7 @@ def test_a_step_of_any_size_fits_the_screen(
     assert "the 3 trajectories with the worst ratios" in captured.out
     named = re.findall(r"g\d{10}(?!-)", captured.out)
     assert 0 < len(named) <= count
-    text = f"({len(named)} of {count}; --all has every one)"
+    text = f"({len(named)} of {count}; all with --all)"
     assert (text in captured.out) == (len(named) < count)
 
 

@@ -118,7 +118,7 @@ def test_frame_fits_the_terminal(recorded: RecordedRun, columns: int, rows: int)
     assert len(lines) <= rows
     assert max(map(cell_len, lines)) <= columns
     full = "\n".join(lines)
-    assert f"over after {STEPS} steps" in lines[0]
+    assert f"finished {STEPS} steps" in lines[0]
     assert all(title in full for title in TITLES)
     assert "staleness (bound 2)" in full
     assert "reward" in full and "tok" in full
@@ -147,7 +147,7 @@ def test_pipe_gets_plain_lines_one_per_step(recorded: RecordedRun) -> None:
     done = _piped("top", recorded.directory)
     lines = done.splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [["step", str(n)] for n in range(STEPS)]
-    assert lines[-1].startswith(f"recorded: over after {STEPS} steps")
+    assert lines[-1].startswith(f"recorded: finished {STEPS} steps")
     assert "\x1b" not in done
 
 

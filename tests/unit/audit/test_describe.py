@@ -61,8 +61,10 @@ def test_lineage_goes_both_ways(recorded: RecordedRun) -> None:
     description = _tell(recorded, "g0000000010-001")
     version = int(description["group"]["version"].split()[0])
     step = description["outcome"]["step"]
-    assert description["lineage"][f"made version {version}"].startswith(f"step {version - 1} of ")
-    assert "were sampled from it" in description["lineage"][f"made by its step: version {step + 1}"]
+    assert description["lineage"][f"made version {version}"].startswith(
+        f"step {version - 1}, from "
+    )
+    assert "sampled from it" in description["lineage"][f"its step made version {step + 1}"]
     first = _tell(recorded, "g0000000000-000")
     assert first["lineage"]["made version 0"] == "the model the run started with"
 

@@ -182,7 +182,7 @@ def test_every_line_of_a_whole_runs_frame_is_one_line(
         stats = stats_of(bus, recorded.topics)
     shown = frame(stats, stats.last_ns)
     lines = list(shown.lines())
-    assert lines[0].startswith(f"recorded: over after {STEPS} steps")
+    assert lines[0].startswith(f"recorded: finished {STEPS} steps")
     assert not any("\n" in line for line in lines)
     assert shown.over and shown.done == 1.0
     assert len(shown.decisions.lines) > 10

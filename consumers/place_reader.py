@@ -43,24 +43,31 @@ class PlaceReader:
 
     def _read_stretch(self, stretch: Sequence[RecordPlace]) -> Iterator[Record]:
         partition, first, last = stretch[0].partition, stretch[0].offset, stretch[-1].offset
-        at = TopicPartition(self._topic, partition)
+        topic_partition = TopicPartition(self._topic, partition)
         if partition not in self._readers:
             self._readers[partition] = retry_bus(
-                "reading", lambda: self._bus.reader({at: first}), self._clock
+                "reading", lambda: self._bus.reader({topic_partition: first}), self._clock
             )
         reader = self._readers[partition]
-        reader.seek(at, first)
-        yield from read_until(reader, at, last + 1, self._clock, records_max=last - first + 1)
+        reader.seek(topic_partition, first)
+        yield from read_until(
+            reader, topic_partition, last + 1, self._clock, records_max=last - first + 1
+        )
 
 
 def read_until(
-    reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = RECORDS_MAX
+    reader: Reader,
+    topic_partition: TopicPartition,
+    end: int,
+    clock: Clock,
+    *,
+    records_max: int = RECORDS_MAX,
 ) -> Iterator[Record]:
     """Yield existing records up to `end`. Raises BusError if they do not arrive."""
-    what = f"reading {at.topic}"
+    what = f"reading {topic_partition.topic}"
     return records_until(
         reader,
-        {at: end},
+        {topic_partition: end},
         records_max=records_max,
         attempt=lambda poll: retry_bus(what, poll, clock),
     )
@@ -68,12 +75,12 @@ def read_until(
 
 def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:
     """Group places of one partition within `gap` of each other, sorted."""
-    found: list[list[RecordPlace]] = []
-    for place in sorted(places):
-        last = found[-1][-1] if found else None
-        near = last is not None and last.partition == place.partition
-        if last is not None and near and place.offset - last.offset <= gap:
-            found[-1].append(place)
+    grouped: list[list[RecordPlace]] = []
+    for position in sorted(places):
+        last = grouped[-1][-1] if grouped else None
+        near = last is not None and last.partition == position.partition
+        if last is not None and near and position.offset - last.offset <= gap:
+            grouped[-1].append(position)
         else:
-            found.append([place])
-    return found
+            grouped.append([position])
+    return grouped

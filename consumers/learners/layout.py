@@ -64,18 +64,18 @@ def lines_of(lengths: Sequence[int], width: int) -> list[list[int]]:
     free: list[int] = []
     lines: list[list[int]] = []
     for index, length in enumerate(lengths):
-        place = _place(free, length, width)
-        if place == len(lines):
+        line = _place(free, length, width)
+        if line == len(lines):
             lines.append([])
-        lines[place].append(index)
+        lines[line].append(index)
     return lines
 
 
 def _place(free: list[int], length: int, width: int) -> int:
-    for place, room in enumerate(free):
+    for line, room in enumerate(free):
         if length <= room:
-            free[place] -= length
-            return place
+            free[line] -= length
+            return line
     free.append(width - length)
     return len(free) - 1
 
@@ -99,13 +99,13 @@ def _cut(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[
 
 
 def _cut_sharing(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[MicroBatch]:
-    left = list(order)
-    while left:
+    remaining = list(order)
+    while remaining:
         present: list[int] = []
         later: list[int] = []
         free: list[int] = []
-        width = rows[left[0]].tokens
-        for index in left:
+        width = rows[remaining[0]].tokens
+        for index in remaining:
             then = list(free)
             for length in rows[index].lengths:
                 _place(then, length, width)
@@ -115,4 +115,4 @@ def _cut_sharing(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> I
             present.append(index)
             free = then
         yield MicroBatch(rows=tuple(present), width=width)
-        left = later
+        remaining = later

@@ -62,8 +62,8 @@ class TrainBatch:
 
     def in_parts(self) -> list[TrainBatch]:
         """Return its parts as unsplit batches."""
-        found = parts_of(self.groups, self.parts)
-        return [replace(self, groups=groups, parts=()) for groups in found]
+        parts = parts_of(self.groups, self.parts)
+        return [replace(self, groups=groups, parts=()) for groups in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ class StepInParts:
         keys = [PartKey.of(part, settings) for part in parts]
         # With several updates the last part depends on the whole batch.
         usable = len(keys) if updates == 1 else len(keys) - 1
-        if not self._done or [one.key for one in self._done] != keys[:usable][: len(self._done)]:
+        if not self._done or [done.key for done in self._done] != keys[:usable][: len(self._done)]:
             self.forget(learner)
         if updates > 1 and needs_proximal(step.objective):
             self._keep(learner)
@@ -151,25 +151,25 @@ class StepInParts:
         clock = learner.stopwatch()
         start_s = clock()
         done, self._done = self._done, []
-        items = in_dispatch_order(item for one in done for item in one.items)
+        items = in_dispatch_order(item for part in done for item in part.items)
         sums = Sums()
-        for one in done:
-            sums.add(one.sums)
+        for done_part in done:
+            sums.add(done_part.sums)
         if updates == 1:
-            _finish(learner, max(1, sum(one.divisor for one in done)), step, sums, items)
+            _finish(learner, max(1, sum(part.divisor for part in done)), step, sums, items)
         elif self._kept:
             self._kept = False
             learner.let_go()
         return StepResult(
             metrics=metrics_of(items, sums, step),
             contributions=[contribution(item) for item in items],
-            compute_s=sum(one.compute_s for one in done) + clock() - start_s,
+            compute_s=sum(part.compute_s for part in done) + clock() - start_s,
         )
 
     def _goes_on(self, key: PartKey) -> bool:
         if not self._done:
             return False
-        first, held = self._done[0].key, {name for one in self._done for name in one.key.groups}
+        first, held = self._done[0].key, {name for part in self._done for name in part.key.groups}
         same = (first.step, first.settings) == (key.step, key.settings)
         return same and held.isdisjoint(key.groups)
 
@@ -184,14 +184,14 @@ class StepInParts:
         step, clock = learner.settings_of(settings), learner.stopwatch()
         start_s = clock()
         items = [item for group in items_of(part, step) for item in group]
-        before = sum(one.sums.passes for one in self._done)
+        before = sum(part.sums.passes for part in self._done)
         passes, divisor = part_passes(items, step, first=before)
         # Cleared meanwhile: after an error the gradient is incomplete.
         done, self._done = self._done, []
         sums = learner.gather(part, passes, settings, before=before) if passes else Sums()
         seconds = clock() - start_s
-        found = DonePart(key=key, items=items, sums=sums, compute_s=seconds, divisor=divisor)
-        self._done = [*done, found]
+        done_part = DonePart(key=key, items=items, sums=sums, compute_s=seconds, divisor=divisor)
+        self._done = [*done, done_part]
 
     def _update(
         self, learner: ComputesParts, part: TrainBatch, key: PartKey, settings: Settings, count: int
@@ -206,8 +206,8 @@ class StepInParts:
             if passes:
                 sums.add(learner.update(part, passes, settings, later=number > 0))
         items = [item for group in groups for item in group]
-        found = DonePart(key=key, items=items, sums=sums, compute_s=clock() - start_s)
-        self._done = [*done, found]
+        done_part = DonePart(key=key, items=items, sums=sums, compute_s=clock() - start_s)
+        self._done = [*done, done_part]
 
 
 def _finish(

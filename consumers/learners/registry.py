@@ -77,13 +77,13 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
         own = f"one of {', '.join(BUILT_IN)}, or module:attribute of your own"
         raise ConfigError(f"trainer.kind: no trainer `{name}`", hint=nearest(name, BUILT_IN) or own)
     with importable(directory):
-        found = load_attribute("trainer.kind", name)
-    if not isinstance(found, LearnerKind):
+        factory = load_attribute("trainer.kind", name)
+    if not isinstance(factory, LearnerKind):
         raise ConfigError(
-            f"trainer.kind: `{name}` is a {type(found).__name__}, not a LearnerKind",
+            f"trainer.kind: `{name}` is a {type(factory).__name__}, not a LearnerKind",
             hint="docs/training.md describes trainers",
         )
-    return found
+    return factory
 
 
 def need_learner(config: Config) -> None:
@@ -124,7 +124,7 @@ def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
         ("policies.dtype", config.policies.dtype == "bfloat16", "bfloat16"),
     ):
         if asked and not getattr(kind, taken):
-            other = " or ".join(repr(one) for one in BUILT_IN if getattr(BUILT_IN[one], taken))
+            other = " or ".join(repr(kind) for kind in BUILT_IN if getattr(BUILT_IN[kind], taken))
             raise ConfigError(
                 f"{key}: trainer `{name}` does not support it",
                 hint=f"trainer.kind = {other}, or a LearnerKind with {taken} = True",

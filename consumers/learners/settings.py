@@ -92,20 +92,20 @@ def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) 
 
 
 def _of_objective(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.partition(".")
         if section == "objective" and name.startswith(_OPTION):
             options[name.removeprefix(_OPTION)] = value
         elif section == "objective":
-            found[name] = value
-    return {**found, "options": options} if options else found
+            keys[name] = value
+    return {**keys, "options": options} if options else keys
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
     """Return the advantage rule, and whether it divides by std."""
     given = _of_objective(settings)
-    known = {**defaults_of(given), **given}
-    advantage = known.get("advantage") if rewarded(str(known.get("kind", "grpo"))) else None
-    return cast("Advantage | None", advantage), bool(known.get("advantage_std"))
+    complete = {**defaults_of(given), **given}
+    advantage = complete.get("advantage") if rewarded(str(complete.get("kind", "grpo"))) else None
+    return cast("Advantage | None", advantage), bool(complete.get("advantage_std"))

@@ -174,11 +174,11 @@ class _Batches:
 
     def _encoded(self, rows: Sequence[R], encode: Callable[[R], Example]) -> Iterator[Example]:
         unused = 0
-        for place in _order(len(rows), self._options.seed):
+        for index in _order(len(rows), self._options.seed):
             try:
-                example = encode(rows[place])
+                example = encode(rows[index])
             except TaskError as error:
-                raise TaskError(f"row {place}: {error.message}", hint=error.hint) from None
+                raise TaskError(f"row {index}: {error.message}", hint=error.hint) from None
             if len(example.token_ids) <= self._options.context_tokens:
                 unused = 0
                 yield example
@@ -205,10 +205,10 @@ def rows_of(
 ) -> list[list[Example]]:
     """Return the rows of a batch: one example each, or packed longest first (`lines_of`)."""
     if not packing:
-        return [[one] for one in examples]
-    ordered = sorted(examples, key=lambda one: -len(one.token_ids))
-    lines = lines_of([len(one.token_ids) for one in ordered], context_tokens)
-    return [[ordered[at] for at in line] for line in lines]
+        return [[example] for example in examples]
+    ordered = sorted(examples, key=lambda example: -len(example.token_ids))
+    lines = lines_of([len(example.token_ids) for example in ordered], context_tokens)
+    return [[ordered[index] for index in line] for line in lines]
 
 
 def _step(
@@ -216,16 +216,16 @@ def _step(
 ) -> float:
     rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
     sizes = [
-        RowSize(ordinal=place, sample=0, tokens=sum(len(one.token_ids) for one in row))
-        for place, row in enumerate(rows)
+        RowSize(ordinal=index, sample=0, tokens=sum(len(example.token_ids) for example in row))
+        for index, row in enumerate(rows)
     ]
-    tokens = sum(one.counted for one in chosen)
+    tokens = sum(example.counted for example in chosen)
     if not tokens:
         raise TaskError("a batch has no token to learn", hint="a larger batch, or other rows")
     optimizer.clear()
     total = 0.0
     for micro in pack(sizes, padded_tokens_max=MICRO_BATCH_TOKENS):
-        passage = _passage([rows[place] for place in micro.rows], micro)
+        passage = _passage([rows[index] for index in micro.rows], micro)
         if not len(passage.targets):
             continue
         loss = -model.logprobs(passage).sum() / tokens
@@ -236,10 +236,10 @@ def _step(
 
 
 def _passage(rows: Sequence[Sequence[Example]], micro: MicroBatch) -> Passage:
-    examples = [one for row in rows for one in row]
+    examples = [example for row in rows for example in row]
     following = iter(range(len(examples)))
     return passage_of(
-        [(one.token_ids, one.mask, [0.0] * len(one.token_ids)) for one in examples],
+        [(example.token_ids, example.mask, [0.0] * len(example.token_ids)) for example in examples],
         width=micro.width,
         device="cpu",
         lines=[[next(following) for _ in row] for row in rows],

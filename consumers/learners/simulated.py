@@ -69,24 +69,24 @@ class SimulatedLearner:
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """See `Learner`."""
         gathered, self._gathered = self._gathered, []
-        trajectories = [one for group in batch.groups for one in group.trajectories]
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
         past.update(self._flavour.encode() + canonical(_logged(settings)))
         if batch.parts:
             parts = batch.in_parts()
-            if [key for key, _ in gathered] != [_names(one) for one in parts[: len(gathered)]]:
+            if [key for key, _ in gathered] != [_names(part) for part in parts[: len(gathered)]]:
                 gathered = []
             for _, digest in gathered:
                 past.update(digest)
             for part in parts[len(gathered) :]:
                 past.update(self._digest(part))
         else:
-            for one in self._sound(trajectories):
-                _take_in(past, one, batch)
+            for trajectory in self._sound(trajectories):
+                _take_in(past, trajectory, batch)
         self._weights = past.digest()
         self._sparse = _changed(self._sparse, self._weights)
         self._steps += 1
-        tokens = float(sum(one.sampled for one in trajectories))
+        tokens = float(sum(trajectory.sampled for trajectory in trajectories))
         metrics = {"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))}
         return StepResult(
             metrics=metrics, contributions=_contributions(batch, settings), compute_s=0.0
@@ -101,13 +101,15 @@ class SimulatedLearner:
         self._gathered = [*gathered, (_names(batch), digest)]
 
     def _digest(self, part: TrainBatch) -> bytes:
-        found = hashlib.sha256()
-        for one in self._sound([one for group in part.groups for one in group.trajectories]):
-            _take_in(found, one, part)
-        return found.digest()
+        digest = hashlib.sha256()
+        for trajectory in self._sound(
+            [trajectory for group in part.groups for trajectory in group.trajectories]
+        ):
+            _take_in(digest, trajectory, part)
+        return digest.digest()
 
     def _sound(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        poisoned = sorted(self._poison & {one.trajectory for one in trajectories})
+        poisoned = sorted(self._poison & {trajectory.trajectory for trajectory in trajectories})
         if poisoned:
             raise NonFinite(f"{poisoned[0]} makes the loss infinite")
         return trajectories
@@ -135,19 +137,28 @@ def _names(part: TrainBatch) -> _Names:
 
 def _plain(numbers: Sequence[Any]) -> list[Any]:
     values = numbers.tolist() if isinstance(numbers, np.ndarray) else list(numbers)
-    return [None if one != one else one for one in values]
+    return [None if value != value else value for value in values]
 
 
-def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
-    past.update(canonical([one.trajectory, one.version, one.reward, _plain(one.token_ids)]))
-    past.update(canonical(_plain(one.logprobs)))
-    if one.meta.contexts:
-        past.update(canonical([msgspec.structs.astuple(of) for of in one.meta.contexts]))
-    weight = (batch.weights or {}).get(one.trajectory, 1.0)
+def _take_in(past: Any, trajectory: Trajectory, batch: TrainBatch) -> None:
+    past.update(
+        canonical(
+            [
+                trajectory.trajectory,
+                trajectory.version,
+                trajectory.reward,
+                _plain(trajectory.token_ids),
+            ]
+        )
+    )
+    past.update(canonical(_plain(trajectory.logprobs)))
+    if trajectory.meta.contexts:
+        past.update(canonical([msgspec.structs.astuple(of) for of in trajectory.meta.contexts]))
+    weight = (batch.weights or {}).get(trajectory.trajectory, 1.0)
     if weight != 1.0:
         past.update(canonical([weight]))
     if batch.teacher is not None:
-        past.update(canonical(list(batch.teacher[one.trajectory])))
+        past.update(canonical(list(batch.teacher[trajectory.trajectory])))
 
 
 def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
@@ -162,26 +173,26 @@ def initial_weights(path: Path, *, sparse: int = 0) -> Manifest:
 def _changed(sparse: Sequence[int], weights: bytes) -> Sequence[int]:
     if not sparse:
         return sparse
-    at, value = (int.from_bytes(weights[start : start + 4], "little") for start in (0, 4))
-    at %= len(sparse)
-    return [*sparse[:at], value & _FINITE, *sparse[at + 1 :]]
+    position, value = (int.from_bytes(weights[start : start + 4], "little") for start in (0, 4))
+    position %= len(sparse)
+    return [*sparse[:position], value & _FINITE, *sparse[position + 1 :]]
 
 
 def _sources(weights: bytes, sparse: Sequence[int]) -> list[TensorSource]:
-    found = [_source("weights", weights)]
+    sources = [_source("weights", weights)]
     if sparse:
         data = b"".join(bits.to_bytes(2, "little") for bits in sparse)
-        found.append(
+        sources.append(
             TensorSource(name=SPARSE, dtype="BF16", shape=(len(sparse),), data=lambda: data)
         )
-    return found
+    return sources
 
 
 def _sparse(path: Path) -> Sequence[int]:
     if all(entry.name != SPARSE for entry in read_entries(path)):
         return ()
     data = _read(path, SPARSE)
-    return [int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)]
+    return [int.from_bytes(data[start : start + 2], "little") for start in range(0, len(data), 2)]
 
 
 def _source(name: str, data: bytes) -> TensorSource:
@@ -198,19 +209,22 @@ def _read(path: Path, name: str) -> bytes:
 
 def _contributions(batch: TrainBatch, settings: Settings) -> list[dict[str, Any]]:
     ordered = sorted(batch.groups, key=lambda group: group.group)
-    groups = [(group.version, [one.reward for one in group.trajectories]) for group in ordered]
+    groups = [
+        (group.version, [trajectory.reward for trajectory in group.trajectories])
+        for group in ordered
+    ]
     advantages = batch_advantages(groups, *advantage_rule(settings))
     return [
         {
-            "trajectory": one.trajectory,
+            "trajectory": trajectory.trajectory,
             "group": group.group,
-            "version": one.version,
-            "staleness": batch.step - one.version,
-            "reward": one.reward,
+            "version": trajectory.version,
+            "staleness": batch.step - trajectory.version,
+            "reward": trajectory.reward,
             "advantage": advantage,
-            "tokens": one.sampled,
+            "tokens": trajectory.sampled,
             "minibatch": 0,
         }
         for group, of_group in zip(ordered, advantages, strict=True)
-        for one, advantage in zip(group.trajectories, of_group, strict=True)
+        for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
     ]

@@ -107,10 +107,14 @@ class Unit:
 
     @property
     def teacher(self) -> Sequence[float] | None:
-        said = self.item.teacher
-        if said is None or self.counted == self.item.counted == self.rows[0].counted:
-            return said
-        return [one for row in self.rows for one in said[row.first : row.first + row.counted]]
+        logprobs = self.item.teacher
+        if logprobs is None or self.counted == self.item.counted == self.rows[0].counted:
+            return logprobs
+        return [
+            logprob
+            for row in self.rows
+            for logprob in logprobs[row.first : row.first + row.counted]
+        ]
 
     @property
     def advantage(self) -> float:
@@ -161,8 +165,8 @@ class Pass:
 
     def note(self, metrics: Sequence[RowMetrics]) -> None:
         """Store its units' metrics."""
-        for unit, one in zip(self.units, metrics, strict=True):
-            unit.item.note(one, unit.counted, self.number)
+        for unit, row in zip(self.units, metrics, strict=True):
+            unit.item.note(row, unit.counted, self.number)
 
 
 def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
@@ -198,9 +202,9 @@ def _item(
         contexts=contexts,
         teacher=None if batch.teacher is None else batch.teacher[trajectory.trajectory],
         token_staleness=sum(
-            staleness_of(batch.step, one.version) * (one.end - one.start)
-            for one in trajectory.segments
-            if one.kind == "model"
+            staleness_of(batch.step, segment.version) * (segment.end - segment.start)
+            for segment in trajectory.segments
+            if segment.kind == "model"
         ),
         weight=(batch.weights or {}).get(trajectory.trajectory, 1.0),
     )
@@ -228,7 +232,7 @@ def part_passes(
     sampled = [item.counted for item in valid]
     weights, divisor = summed_weights(sampled, objective.loss, tokens=objective.loss_tokens)
     passes = _passes(valid, weights, settings)
-    return [replace(one, number=first + one.number) for one in passes], divisor
+    return [replace(pass_, number=first + pass_.number) for pass_ in passes], divisor
 
 
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
@@ -246,14 +250,14 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
     limit, packing = settings.micro_batch_tokens, settings.packing
     alone = [one_pass([unit], packing=packing) for unit in units]
-    fits = [one.padded_tokens <= limit or len(one.units[0].rows) == 1 for one in alone]
+    fits = [pass_.padded_tokens <= limit or len(pass_.units[0].rows) == 1 for pass_ in alone]
     together = [unit for unit, fit in zip(units, fits, strict=True) if fit]
-    found = [
-        one_pass([together[at] for at in rows], packing=packing)
+    passes = [
+        one_pass([together[index] for index in rows], packing=packing)
         for rows in _packed(together, settings)
     ]
-    found += [_in_parts(unit, settings) for unit, fit in zip(units, fits, strict=True) if not fit]
-    return [replace(one, number=number) for number, one in enumerate(found)]
+    passes += [_in_parts(unit, settings) for unit, fit in zip(units, fits, strict=True) if not fit]
+    return [replace(pass_, number=number) for number, pass_ in enumerate(passes)]
 
 
 def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
@@ -301,7 +305,7 @@ def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
     limit, packing = settings.micro_batch_tokens, settings.packing
     sizes = [RowSize(ordinal=0, sample=0, tokens=row.tokens) for row in unit.rows]
     cut = [
-        [unit.rows[at] for at in micro.rows]
+        [unit.rows[index] for index in micro.rows]
         for micro in pack(sizes, padded_tokens_max=limit, packing=bool(packing))
     ]
     parts = [_part([row.tokens for row in rows], packing=packing) for rows in cut]

@@ -72,20 +72,20 @@ def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
         metrics["grad_norm_max"] = max(sums.grad_norms)
     if rows:
         metrics |= {
-            "ratio_mean": sum(one.ratio_mean * count for one, count in rows) / tokens,
-            "ratio_min": min(one.ratio_min for one, _ in rows),
-            "ratio_max": max(one.ratio_max for one, _ in rows),
-            "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
-            "kl": sum(one.kl * count for one, count in rows) / tokens,
+            "ratio_mean": sum(row.ratio_mean * count for row, count in rows) / tokens,
+            "ratio_min": min(row.ratio_min for row, _ in rows),
+            "ratio_max": max(row.ratio_max for row, _ in rows),
+            "clipped_share": sum(row.clipped_share * count for row, count in rows) / tokens,
+            "kl": sum(row.kl * count for row, count in rows) / tokens,
         }
     if settings.router_aux_loss:
         metrics["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
         metrics["reference_version"] = float(settings.reference)
     for name in ("weight_mean", "masked_share"):
-        known = [(getattr(one, name), count) for one, count in rows]
-        if known and known[0][0] is not None:
-            metrics[name] = sum(value * count for value, count in known) / tokens
+        values = [(getattr(row, name), count) for row, count in rows]
+        if values and values[0][0] is not None:
+            metrics[name] = sum(value * count for value, count in values) / tokens
     odd = sorted(name for name, value in metrics.items() if not math.isfinite(value))
     if odd:
         raise NonFinite(f"{odd[0]} is {metrics[odd[0]]}")
@@ -99,11 +99,11 @@ def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not trajectories:
         return {}
     sums, tokens = [], 0
-    for one in trajectories:
-        own = np.asarray(one.logprobs, np.float64)[counted_places(one)]
+    for trajectory in trajectories:
+        own = np.asarray(trajectory.logprobs, np.float64)[counted_places(trajectory)]
         sums.append(math.fsum(own.tolist()))
         tokens += len(own)
-    truncated = sum(one.meta.finish == "length" for one in trajectories)
+    truncated = sum(trajectory.meta.finish == "length" for trajectory in trajectories)
     metrics = {"truncated": truncated / len(trajectories)}
     return metrics | ({"entropy": -math.fsum(sums) / tokens} if tokens else {})
 
@@ -128,5 +128,5 @@ def contribution(item: Item) -> dict[str, Any]:
         "tokens": item.counted,
         "minibatch": item.minibatch,
         "micro_batch": item.micro_batch,
-        **{one.name: getattr(item.metrics, one.name, None) for one in fields(RowMetrics)},
+        **{field.name: getattr(item.metrics, field.name, None) for field in fields(RowMetrics)},
     }

@@ -73,18 +73,20 @@ class LearnerWithTeacher:
 
     def asked(self, batch: TrainBatch) -> Generator[None, None, TrainBatch]:
         """Return the batch with teacher log-probs, new or from its first parts."""
-        everything = [one for group in batch.groups for one in group.trajectories]
-        trajectories = [one for one in everything if one.trajectory not in self._said]
-        rows = [(ids, mask) for one in trajectories for ids, mask, _ in rows_of(one)]
+        everything = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        trajectories = [
+            trajectory for trajectory in everything if trajectory.trajectory not in self._said
+        ]
+        rows = [(ids, mask) for trajectory in trajectories for ids, mask, _ in rows_of(trajectory)]
         following = iter((yield from self.teacher.logprobs(rows)))
         column = {
-            one.trajectory: self._said[one.trajectory]
-            for one in everything
-            if one.trajectory in self._said
+            trajectory.trajectory: self._said[trajectory.trajectory]
+            for trajectory in everything
+            if trajectory.trajectory in self._said
         }
-        for one in trajectories:
-            first, *others = islice(following, 1 + len(one.meta.contexts))
-            column[one.trajectory] = list(chain(first, *others)) if others else first
+        for trajectory in trajectories:
+            first, *contexts = islice(following, 1 + len(trajectory.meta.contexts))
+            column[trajectory.trajectory] = list(chain(first, *contexts)) if contexts else first
         return replace(batch, teacher=column)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
@@ -133,12 +135,12 @@ def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
     token.
     """
     gaps = [
-        behaviour - said
+        behaviour - logprobs
         for group in batch.groups
-        for one in group.trajectories
-        for behaviour, said in zip(
-            np.asarray(one.logprobs, np.float32)[counted_places(one)].tolist(),
-            column[one.trajectory],
+        for trajectory in group.trajectories
+        for behaviour, logprobs in zip(
+            np.asarray(trajectory.logprobs, np.float32)[counted_places(trajectory)].tolist(),
+            column[trajectory.trajectory],
             strict=True,
         )
     ]

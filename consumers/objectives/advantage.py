@@ -43,7 +43,7 @@ def leave_one_out_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[f
     count = sum(reward is not None for reward in rewards)
     plain = group_advantages(rewards, divide_by_std=divide_by_std)
     factor = count / (count - 1) if count > 1 else 1.0
-    return [None if one is None else factor * one for one in plain]
+    return [None if value is None else factor * value for value in plain]
 
 
 def version_advantages(
@@ -57,11 +57,11 @@ def version_advantages(
     pools: dict[int, list[float | None]] = {}
     for version, rewards in groups:
         pools.setdefault(version, []).extend(rewards)
-    found: Mapping[int, list[float | None]] = {
+    by_rule: Mapping[int, list[float | None]] = {
         version: group_advantages(pool, divide_by_std=divide_by_std)
         for version, pool in pools.items()
     }
-    streams = {version: iter(advantages) for version, advantages in found.items()}
+    streams = {version: iter(advantages) for version, advantages in by_rule.items()}
     return [[next(streams[version]) for _ in rewards] for version, rewards in groups]
 
 
@@ -74,20 +74,20 @@ def batch_advantages(
     rewards within `REWARD_MAX`.
     """
     try:
-        found = _by_rule(groups, advantage, divide_by_std)
+        advantages = _by_rule(groups, advantage, divide_by_std)
     except OverflowError:
-        found = [[math.inf]]
-    if not all(one is None or abs(one) <= FLOAT32_MAX for row in found for one in row):
-        largest = max(abs(one) for _, row in groups for one in row if one is not None)
+        advantages = [[math.inf]]
+    if not all(value is None or abs(value) <= FLOAT32_MAX for row in advantages for value in row):
+        largest = max(abs(value) for _, row in groups for value in row if value is not None)
         raise NonFinite(f"advantages overflow: the batch has a reward of size {largest:g}")
-    return found
+    return advantages
 
 
 def _by_rule(
     groups: Sequence[tuple[int, Rewards]], advantage: Advantage | None, divide_by_std: bool
 ) -> list[list[float | None]]:
     if advantage is None:
-        return [[None if one is None else 0.0 for one in rewards] for _, rewards in groups]
+        return [[None if reward is None else 0.0 for reward in rewards] for _, rewards in groups]
     if advantage == "version-baseline":
         return version_advantages(groups, divide_by_std=divide_by_std)
     rule = group_advantages if advantage == "group" else leave_one_out_advantages

@@ -41,7 +41,7 @@ class ObjectiveKind:
                 raise ConfigError(f"objective.options: {keys.kind} has no options")
             return keys
         declared: Any = msgspec.inspect.type_info(self.options)
-        fields = sorted(one.name for one in declared.fields)
+        fields = sorted(field.name for field in declared.fields)
         if odd := sorted(keys.options.keys() - set(fields)):
             raise ConfigError(
                 f"objective.options.{odd[0]}: {keys.kind} has no such option",
@@ -50,9 +50,9 @@ class ObjectiveKind:
         try:
             return msgspec.convert(keys.options, self.options)
         except msgspec.ValidationError as error:
-            what, _, place = str(error).partition(" - at `$")
+            what, _, key = str(error).partition(" - at `$")
             what = what[0].lower() + what[1:]
-            raise ConfigError(f"objective.options{place.rstrip('`')}: {what}") from None
+            raise ConfigError(f"objective.options{key.rstrip('`')}: {what}") from None
 
 
 def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
@@ -62,13 +62,13 @@ def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
     below = "" if is_own(name) else f"{__package__}."
     reference = name if is_own(name) else BUILT_IN[name].function
     with importable(directory):
-        found = load_attribute(KEY, below + reference)
-    if not below and not isinstance(found, ObjectiveKind):
+        loaded = load_attribute(KEY, below + reference)
+    if not below and not isinstance(loaded, ObjectiveKind):
         raise ConfigError(
-            f"{KEY}: `{name}` is a {type(found).__name__}, not an ObjectiveKind",
+            f"{KEY}: `{name}` is a {type(loaded).__name__}, not an ObjectiveKind",
             hint="docs/training.md describes objectives",
         )
-    return found if isinstance(found, ObjectiveKind) else ObjectiveKind(terms=found)
+    return loaded if isinstance(loaded, ObjectiveKind) else ObjectiveKind(terms=loaded)
 
 
 def need_objective(config: Config) -> None:

@@ -47,8 +47,8 @@ def weighted_topr(inputs: Inputs, keys: Objective) -> Terms:
 
 def _tapered(inputs: Inputs, keys: Objective, good_weight: float, bad_weight: float) -> Terms:
     log_ratio = (inputs.logprobs - inputs.behaviour).detach()
-    whole = keys.level == "sequence"
-    ratio = row_ratios(log_ratio, inputs.lengths) if whole else log_ratio.exp()
+    by_sequence = keys.level == "sequence"
+    ratio = row_ratios(log_ratio, inputs.lengths) if by_sequence else log_ratio.exp()
     good = inputs.advantages >= 0
     weight = (good_weight * ratio.new_ones(ratio.shape)).where(
         good, bad_weight * ratio.clamp(max=1.0)

@@ -83,16 +83,16 @@ def joined_metrics(parts: Sequence[tuple[RowMetrics, int]]) -> RowMetrics:
     total = sum(tokens for _, tokens in parts)
 
     def mean(name: str) -> float:
-        return sum(float(getattr(one, name)) * tokens for one, tokens in parts) / total
+        return sum(float(getattr(part, name)) * tokens for part, tokens in parts) / total
 
     first = parts[0][0]
     return RowMetrics(
         ratio_mean=mean("ratio_mean"),
-        ratio_min=min(one.ratio_min for one, _ in parts),
-        ratio_max=max(one.ratio_max for one, _ in parts),
+        ratio_min=min(part.ratio_min for part, _ in parts),
+        ratio_max=max(part.ratio_max for part, _ in parts),
         clipped_share=mean("clipped_share"),
         kl=mean("kl"),
-        loss_share=sum(one.loss_share for one, _ in parts),
+        loss_share=sum(part.loss_share for part, _ in parts),
         weight_mean=None if first.weight_mean is None else mean("weight_mean"),
         masked_share=None if first.masked_share is None else mean("masked_share"),
     )
@@ -136,8 +136,8 @@ def row_metrics(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[R
     ratio = _numbers(terms.ratio)
 
     def mean_of(values: Tensor) -> list[float]:
-        found: list[float] = (np.add.reduceat(_numbers(values), starts) / counts).tolist()
-        return found
+        means: list[float] = (np.add.reduceat(_numbers(values), starts) / counts).tolist()
+        return means
 
     nothing: list[None] = [None] * len(counts)
     columns = (

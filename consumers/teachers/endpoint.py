@@ -93,19 +93,19 @@ class EndpointTeacher:
         ]
         for thread in threads:
             thread.start()
-        found: list[list[float]] = [[] for _ in rows]
+        logprobs: list[list[float]] = [[] for _ in rows]
         try:
             for answered in range(requests):
                 self.waits_for = f"{self._endpoint.where}: {requests - answered} of {requests}"
                 self.waits_for += " requests open"
-                start, said = yield from _next(done, threads)
-                if isinstance(said, DoraError):
-                    raise said
-                found[start : start + len(said)] = said
+                start, answer = yield from _next(done, threads)
+                if isinstance(answer, DoraError):
+                    raise answer
+                logprobs[start : start + len(answer)] = answer
         finally:
             over.set()
             self.waits_for = ""
-        return found
+        return logprobs
 
     def _ask_all(
         self,
@@ -155,21 +155,23 @@ class EndpointTeacher:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ResourceError(f"the answer of {where} is not a completion: {error}") from None
         by_place = {choice.index: choice.prompt_logprobs for choice in choices}
-        found = []
-        for place, (ids, mask) in enumerate(rows):
-            seen = by_place.get(place)
-            if seen is None or len(seen) != len(ids):
+        logprobs = []
+        for index, (ids, mask) in enumerate(rows):
+            by_position = by_place.get(index)
+            if by_position is None or len(by_position) != len(ids):
                 raise ResourceError(
                     f"{where} returned no log-probs of the prompt",
                     hint="it must support `prompt_logprobs` and token ids as prompts, like vLLM",
                 )
-            wanted = [at for at in range(1, len(ids)) if mask[at]]
-            found.append([_of(seen[at], ids[at], where) for at in wanted])
-        return found
+            positions = [position for position in range(1, len(ids)) if mask[position]]
+            logprobs.append(
+                [_of(by_position[position], ids[position], where) for position in positions]
+            )
+        return logprobs
 
 
-def _of(seen: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
-    own = None if seen is None else seen.get(token)
+def _of(by_token: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
+    own = None if by_token is None else by_token.get(token)
     if own is None:
         raise ResourceError(f"{where} has no log-prob of token {token} in the prompt")
     if not abs(own.logprob) <= FLOAT32_MAX:

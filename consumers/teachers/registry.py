@@ -24,10 +24,10 @@ def with_digest(config: Config, policy: Path) -> Config:
     if not teacher.path:
         return config
     check_directory(config, policy)
-    found = msgspec.structs.replace(teacher, digest=weights_digest(Path(teacher.path)))
-    if teacher.digest and teacher.digest != found.digest:
-        raise ConfigError(f"teacher.digest: the weights of {teacher.path} have {found.digest}")
-    return msgspec.structs.replace(config, teacher=found)
+    complete = msgspec.structs.replace(teacher, digest=weights_digest(Path(teacher.path)))
+    if teacher.digest and teacher.digest != complete.digest:
+        raise ConfigError(f"teacher.digest: the weights of {teacher.path} have {complete.digest}")
+    return msgspec.structs.replace(config, teacher=complete)
 
 
 def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
@@ -78,10 +78,10 @@ def check_directory(config: Config, policy: Path) -> None:
     if odd:
         number, token = odd[0]
         there = theirs.get(token)
-        said = "has no such token" if there is None else f"calls it {there}"
+        difference = "has no such token" if there is None else f"calls it {there}"
         raise ConfigError(
-            f"teacher.path: token {number} of the policy is {token!r}, and {path} {said}: ids must"
-            " mean the same",
+            f"teacher.path: token {number} of the policy is {token!r}, and {path} {difference}:"
+            " ids must mean the same",
             hint="choose a teacher with the policy's tokenizer",
         )
 
@@ -99,5 +99,5 @@ def _vocabulary(directory: Path) -> dict[str, int]:
         backend = Tokenizer.from_buffer(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"teacher.path: {file} is not a tokenizer: {error}") from None
-    found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    return found
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    return vocabulary

@@ -140,29 +140,31 @@ class BatchReader:
         self.waits_for = self._words(behind)
         if behind is not None:
             return None
-        found = {place: self._cache[place] for place in places if place in self._cache}
-        found |= self._seek([place for place in places if place not in found])
-        return found
+        records = {
+            position: self._cache[position] for position in places if position in self._cache
+        }
+        records |= self._seek([position for position in places if position not in records])
+        return records
 
     def drop(self, places: Iterable[RecordPlace]) -> None:
         """Evict records; they can still be read again."""
-        for place in places:
-            self._forget(place)
+        for position in places:
+            self._forget(position)
 
     def drop_before(self, deadline: int) -> None:
         """Evict records with an earlier deadline, and cache no more of them."""
         self._deadline_min = deadline
         overdue = [
-            place
-            for place, found in self._cache.items()
-            if found.headers is not None and found.headers.deadline < deadline
+            position
+            for position, fetched in self._cache.items()
+            if fetched.headers is not None and fetched.headers.deadline < deadline
         ]
         self.drop(overdue)
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return and clear the dead letters of unreadable records."""
-        found, self._dead_letters = self._dead_letters, []
-        return found
+        letters, self._dead_letters = self._dead_letters, []
+        return letters
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
         """Return a dead letter of an undecodable record."""
@@ -184,11 +186,11 @@ class BatchReader:
         self._places.close()
 
     def _behind(self, places: Iterable[RecordPlace]) -> RecordPlace | None:
-        for place in places:
-            at = TopicPartition(self._topic, place.partition)
-            exists = 0 <= place.partition < self._partitions
-            if exists and self._reader.position(at) <= place.offset:
-                return place
+        for position in places:
+            partition = TopicPartition(self._topic, position.partition)
+            exists = 0 <= position.partition < self._partitions
+            if exists and self._reader.position(partition) <= position.offset:
+                return position
         return None
 
     def _words(self, behind: RecordPlace | None) -> str:
@@ -201,34 +203,36 @@ class BatchReader:
         if behind is None:
             self._stuck = None
             return
-        at = TopicPartition(self._topic, behind.partition)
-        now_ns, stuck = self._clock.now_ns(), (at, self._reader.position(at))
+        partition = TopicPartition(self._topic, behind.partition)
+        now_ns, stuck = self._clock.now_ns(), (partition, self._reader.position(partition))
         if stuck != self._stuck:
             self._stuck, self._stuck_since_ns = stuck, now_ns
         elif now_ns - self._stuck_since_ns > DELIVERY_TIMEOUT_S * 1e9:
-            end = retry_bus("reading the log's end", lambda: self._bus.written_end(at), self._clock)
-            check_reaches(at, behind.offset, end)
+            end = retry_bus(
+                "reading the log's end", lambda: self._bus.written_end(partition), self._clock
+            )
+            check_reaches(partition, behind.offset, end)
             self._stuck_since_ns = now_ns
             LOG.warning(
                 "%s/%d returned no record for %.0f s after offset %d (end: %d): a quota, a slow "
                 "link or an open transaction delays it",
-                *at,
+                *partition,
                 DELIVERY_TIMEOUT_S,
                 stuck[1],
                 end,
             )
 
     def _pass(self, record: Record) -> None:
-        found = self._look_at(record)
-        if found.headers is None:
-            assert found.error is not None
+        fetched = self._look_at(record)
+        if fetched.headers is None:
+            assert fetched.error is not None
             where = f"{record.topic}/{record.partition} offset {record.offset}"
-            LOG.warning("unreadable record at %s: %s", where, found.error.message)
-            self._dead_letters.append(self.dead_letter(record, found.error))
+            LOG.warning("unreadable record at %s: %s", where, fetched.error.message)
+            self._dead_letters.append(self.dead_letter(record, fetched.error))
             return
-        wanted = found.headers.trajectory.startswith("g")
-        if wanted and found.headers.deadline >= self._deadline_min:
-            self._keep(RecordPlace(record.partition, record.offset), found)
+        trains = fetched.headers.trajectory.startswith("g")
+        if trains and fetched.headers.deadline >= self._deadline_min:
+            self._keep(RecordPlace(record.partition, record.offset), fetched)
 
     def _look_at(self, record: Record) -> FetchedRecord:
         try:
@@ -245,42 +249,44 @@ class BatchReader:
             return FetchedRecord(record=record, error=error)
         return FetchedRecord(record=record, headers=headers, sha256=sha256)
 
-    def _keep(self, place: RecordPlace, found: FetchedRecord) -> None:
-        assert found.record is not None
-        assert found.headers is not None
-        self._forget(place)
-        self._cache[place] = found
-        self.bytes += record_bytes(found.record)
-        heapq.heappush(self._latest, _lateness(place, found))
+    def _keep(self, position: RecordPlace, fetched: FetchedRecord) -> None:
+        assert fetched.record is not None
+        assert fetched.headers is not None
+        self._forget(position)
+        self._cache[position] = fetched
+        self.bytes += record_bytes(fetched.record)
+        heapq.heappush(self._latest, _lateness(position, fetched))
         while self.bytes > self._bytes_max or len(self._cache) > self._records_max:
             _, offset, partition = heapq.heappop(self._latest)
             self._forget(RecordPlace(partition, -offset))
 
-    def _forget(self, place: RecordPlace) -> None:
-        found = self._cache.pop(place, None)
-        if found is not None and found.record is not None:
-            self.bytes -= record_bytes(found.record)
+    def _forget(self, position: RecordPlace) -> None:
+        fetched = self._cache.pop(position, None)
+        if fetched is not None and fetched.record is not None:
+            self.bytes -= record_bytes(fetched.record)
         if len(self._latest) > 2 * len(self._cache) + STALE_MIN:
-            self._latest = [_lateness(at, one) for at, one in self._cache.items()]
+            self._latest = [
+                _lateness(position, fetched) for position, fetched in self._cache.items()
+            ]
             heapq.heapify(self._latest)
 
     def _seek(self, places: Sequence[RecordPlace]) -> dict[RecordPlace, FetchedRecord]:
         nothing = FetchedRecord(error=SchemaError("the log has no record at its offset"))
-        found = dict.fromkeys(places, nothing)
-        wanted = [place for place in places if 0 <= place.partition < self._partitions]
+        fetched = dict.fromkeys(places, nothing)
+        existing = [position for position in places if 0 <= position.partition < self._partitions]
         with self.meter.spend("bus"):
-            records = list(self._places.read(wanted))
+            records = list(self._places.read(existing))
         for record in records:
-            place = RecordPlace(record.partition, record.offset)
-            if place in found:
-                found[place] = self._look_at(record)
+            position = RecordPlace(record.partition, record.offset)
+            if position in fetched:
+                fetched[position] = self._look_at(record)
                 self.seeks += 1
-        return found
+        return fetched
 
 
-def _lateness(place: RecordPlace, found: FetchedRecord) -> tuple[int, int, int]:
-    assert found.headers is not None
-    return (-found.headers.deadline, -place.offset, place.partition)
+def _lateness(position: RecordPlace, fetched: FetchedRecord) -> tuple[int, int, int]:
+    assert fetched.headers is not None
+    return (-fetched.headers.deadline, -position.offset, position.partition)
 
 
 WAIT_S: Final = 0.05
@@ -290,23 +296,23 @@ def committed_batch(
     reader: BatchReader, commit: StepCommitted, *, strict: bool
 ) -> Generator[None, None, TrainBatch]:
     """Return a commit's batch from the log. Raises InvariantBroken if it differs."""
-    found = yield from find(reader, commit.groups)
+    records = yield from find(reader, commit.groups)
     trajectories: dict[str, Trajectory] = {}
     sha256s: dict[str, str] = {}
-    for taken in (one for group in commit.groups for one in group.trajectories):
-        at = found[RecordPlace(taken.partition, taken.offset)]
+    for taken in (trajectory for group in commit.groups for trajectory in group.trajectories):
+        fetched = records[RecordPlace(taken.partition, taken.offset)]
         who = f"step {commit.step}: trajectory {taken.trajectory}"
-        if at.record is None or (strict and at.why):
-            raise InvariantBroken(f"{who}: {at.why}")
-        if strict and at.sha256 != taken.sha256:
+        if fetched.record is None or (strict and fetched.why):
+            raise InvariantBroken(f"{who}: {fetched.why}")
+        if strict and fetched.sha256 != taken.sha256:
             raise InvariantBroken(f"{who} differs from the trained record")
         try:
             with reader.meter.spend("codec"):
-                trajectories[taken.trajectory] = reader.view(at.record.value)
+                trajectories[taken.trajectory] = reader.view(fetched.record.value)
         except SchemaError as error:
-            why = lost_blob(at.record) or error.message
+            why = lost_blob(fetched.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error
-        sha256s[taken.trajectory] = record_digest(at.record)
+        sha256s[taken.trajectory] = record_digest(fetched.record)
     return batch_of(commit.step, commit.groups, trajectories, sha256s, parts=commit.parts)
 
 
@@ -336,15 +342,17 @@ def find(
 ) -> Generator[None, None, dict[RecordPlace, FetchedRecord]]:
     """Return the records of a batch; they stay cached."""
     places = places_of(groups)
-    while (found := reader.find(places, timeout_s=WAIT_S)) is None:
+    while (records := reader.find(places, timeout_s=WAIT_S)) is None:
         yield None
-    return found
+    return records
 
 
 def places_of(groups: Sequence[TakenGroup]) -> list[RecordPlace]:
     """Return the places of a batch."""
     return [
-        RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
+        RecordPlace(trajectory.partition, trajectory.offset)
+        for group in groups
+        for trajectory in group.trajectories
     ]
 
 
@@ -360,9 +368,9 @@ def batch_of(
     changed.
     """
     ordered = [
-        _group(one, trajectories, sha256s)
+        _group(taken_group, trajectories, sha256s)
         for part in parts_of(groups, parts)
-        for one in sorted(part, key=lambda group: group.group)
+        for taken_group in sorted(part, key=lambda group: group.group)
     ]
     return TrainBatch(step=step, groups=ordered, parts=parts)
 
@@ -388,8 +396,8 @@ def _group(
     )
 
 
-def with_reward(one: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
+def with_reward(trajectory: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
     """Return the trajectory with its group reward, if any."""
-    if one.trajectory not in rewards:
-        return one
-    return replace(one, reward=rewards[one.trajectory])
+    if trajectory.trajectory not in rewards:
+        return trajectory
+    return replace(trajectory, reward=rewards[trajectory.trajectory])

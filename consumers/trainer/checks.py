@@ -62,8 +62,8 @@ def _offenders(
             yield Offender(group=group.group, trajectory="", reason=why)
             continue
         for taken in group.trajectories:
-            found = arrived[taken.trajectory]
-            why = _wrong_with(taken, group, found, decision.step, known)
+            record = arrived[taken.trajectory]
+            why = _wrong_with(taken, group, record, decision.step, known)
             if taken.trajectory in trajectories:
                 why = "the batch names it twice"
             trajectories.add(taken.trajectory)
@@ -88,15 +88,15 @@ def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
 
 
 def _wrong_with(
-    taken: TakenTrajectory, group: TakenGroup, found: Arrived, step: int, known: Known
+    taken: TakenTrajectory, group: TakenGroup, record: Arrived, step: int, known: Known
 ) -> str:
-    if found.why:
-        return found.why
-    headers, trajectory = found.headers, found.trajectory
+    if record.why:
+        return record.why
+    headers, trajectory = record.headers, record.trajectory
     assert headers is not None
     assert trajectory is not None
     return (
-        _wrong_identity(taken, group, headers, found.sha256, known)
+        _wrong_identity(taken, group, headers, record.sha256, known)
         or _wrong_version(group, headers, known)
         or _wrong_segments(group, trajectory, step, known)
         or _wrong_deadline(group, headers, step)
@@ -144,7 +144,7 @@ def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known:
         return f"C1: its segments are of versions {sorted(versions)}"
     if why := mixing_error(trajectory, step):
         return f"C1: {why}"
-    weights = {one.version: one.digest for one in trajectory.meta.weights}
+    weights = {weight.version: weight.digest for weight in trajectory.meta.weights}
     for version in sorted(versions - {group.version}):
         if weights.get(version) != known.digests.get(version):
             return f"C1: version {version} has other weights than its segments name"

@@ -75,15 +75,17 @@ class CommitHistory:
     @property
     def starts(self) -> dict[int, int]:
         """Return, by partition, the first offset of the last commit using it."""
-        return {at: offset for note in self.notes for at, offset in note.starts.items()}
+        return {
+            partition: offset for note in self.notes for partition, offset in note.starts.items()
+        }
 
     def starts_from(self, step: int) -> dict[int, int]:
         """Return, by partition, the smallest offset since this step."""
-        found: dict[int, int] = {}
+        offsets: dict[int, int] = {}
         for note in self.notes[step:]:
-            for at, offset in note.starts.items():
-                found[at] = min(offset, found.get(at, offset))
-        return found
+            for partition, offset in note.starts.items():
+                offsets[partition] = min(offset, offsets.get(partition, offset))
+        return offsets
 
     @property
     def next_step(self) -> int:
@@ -182,7 +184,11 @@ class CommitHistory:
         """Remove the last commit: it was rejected."""
         step = self.notes.pop().step
         self.kept.discard(step + 1)
-        self.trained = {name: at for name, at in self.trained.items() if at[0] != step}
+        self.trained = {
+            name: step_deadline
+            for name, step_deadline in self.trained.items()
+            if step_deadline[0] != step
+        }
 
     def _remember(self, commit: StepCommitted) -> None:
         for group in commit.groups:
@@ -219,10 +225,10 @@ def _source() -> bytes:
 
 def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
     """Return the smallest offset taken, by partition."""
-    found: dict[int, int] = {}
-    for taken in (one for group in commit.groups for one in group.trajectories):
-        found[taken.partition] = min(taken.offset, found.get(taken.partition, taken.offset))
-    return found
+    offsets: dict[int, int] = {}
+    for taken in (trajectory for group in commit.groups for trajectory in group.trajectories):
+        offsets[taken.partition] = min(taken.offset, offsets.get(taken.partition, taken.offset))
+    return offsets
 
 
 RECOVERY_CHECKPOINTS: Final = 2
@@ -279,26 +285,26 @@ def made_again(run: str, versions: Collection[int]) -> str:
 
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
     """Return these versions and their delta bases, down to full ones."""
-    return made_of(versions, lambda at: at <= 0 or history.notes[at - 1].whole)
+    return made_of(versions, lambda version: version <= 0 or history.notes[version - 1].whole)
 
 
-def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]:
+def made_of(versions: Collection[int], is_full: Callable[[int], bool]) -> set[int]:
     """Return as `underlying`; `whole` tells full versions."""
-    found: set[int] = set()
+    needed: set[int] = set()
     for version in versions:
-        at = version
-        while at not in found:
-            found.add(at)
-            if not whole(at):
-                at -= 1
-    return found
+        base = version
+        while base not in needed:
+            needed.add(base)
+            if not is_full(base):
+                base -= 1
+    return needed
 
 
 def files_of(history: CommitHistory, dropped: Collection[int]) -> Files:
     """Return the files of dropped versions and bases that no kept version needs."""
     kept = underlying(history, history.kept)
-    gone = underlying(history, history.kept | set(dropped)) - kept
-    weights = {history.digest_of(version) for version in gone}
+    unneeded = underlying(history, history.kept | set(dropped)) - kept
+    weights = {history.digest_of(version) for version in unneeded}
     weights -= {history.digest_of(version) for version in kept}
     blobs = {history.checkpoint_of(version) for version in history.kept}
     optimizers = {history.checkpoint_of(version) for version in dropped} - blobs - {""}

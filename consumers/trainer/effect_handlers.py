@@ -248,8 +248,8 @@ class EffectHandlers:
         offenders = check_batch(decision, arrived, effect.known)
         if not offenders:
             key, parts = (decision.step, decision.attempt), decision.parts
-            whole = _all_whole(arrived)
-            self._fetched = key, batch_of(decision.step, decision.groups, whole, parts=parts)
+            trajectories = _all_whole(arrived)
+            self._fetched = key, batch_of(decision.step, decision.groups, trajectories, parts=parts)
             self.reader.drop(places_of(decision.groups))
         yield from self._unreadable()
         yield from unreadable
@@ -258,27 +258,27 @@ class EffectHandlers:
     def _find(
         self, decision: TakeBatch | TakePart
     ) -> Generator[None, None, tuple[dict[str, Arrived], list[Unreadable]]]:
-        found = yield from find(self.reader, decision.groups)
+        records = yield from find(self.reader, decision.groups)
         unreadable: list[Unreadable] = []
         arrived: dict[str, Arrived] = {}
-        for taken in (one for group in decision.groups for one in group.trajectories):
-            at = found[RecordPlace(taken.partition, taken.offset)]
-            arrived[taken.trajectory], letter = self._arrived(taken, at)
+        for taken in (trajectory for group in decision.groups for trajectory in group.trajectories):
+            fetched = records[RecordPlace(taken.partition, taken.offset)]
+            arrived[taken.trajectory], letter = self._arrived(taken, fetched)
             unreadable += [] if letter is None else [letter]
         return arrived, unreadable
 
     def _arrived(
-        self, taken: TakenTrajectory, at: FetchedRecord
+        self, taken: TakenTrajectory, fetched: FetchedRecord
     ) -> tuple[Arrived, Unreadable | None]:
-        if at.error is not None or at.record is None:
-            return Arrived(why=at.why), None
+        if fetched.error is not None or fetched.record is None:
+            return Arrived(why=fetched.why), None
         try:
             with self.reader.meter.spend("codec"):
-                trajectory = self.reader.view(at.record.value)
+                trajectory = self.reader.view(fetched.record.value)
         except SchemaError as error:
-            letter = self.reader.dead_letter(at.record, error)
+            letter = self.reader.dead_letter(fetched.record, error)
             return Arrived(why=f"unreadable: {error.message}"), Unreadable(dead_letter=letter)
-        return Arrived(headers=at.headers, sha256=at.sha256, trajectory=trajectory), None
+        return Arrived(headers=fetched.headers, sha256=fetched.sha256, trajectory=trajectory), None
 
     def _train(self, effect: TrainStep) -> Iterator[Event | None]:
         key = (effect.step, effect.attempt)
@@ -373,7 +373,9 @@ class EffectHandlers:
 
 
 def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
-    return {name: one.trajectory for name, one in arrived.items() if one.trajectory is not None}
+    return {
+        name: record.trajectory for name, record in arrived.items() if record.trajectory is not None
+    }
 
 
 EFFECTS: Final = get_args(Effect)

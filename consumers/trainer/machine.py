@@ -190,10 +190,10 @@ class TrainerMachine:
         if not self._begun:
             self._begun = True
             self._restore()
-        for one in inputs:
-            handler = _HANDLERS.get(type(one))
-            assert handler is not None, type(one).__name__
-            handler(self, one, now)
+        for event in inputs:
+            handler = _HANDLERS.get(type(event))
+            assert handler is not None, type(event).__name__
+            handler(self, event, now)
         self._advance()
         self._heartbeat(now)
         return self._out
@@ -215,8 +215,8 @@ class TrainerMachine:
 
     def _on_batch(self, taken: _Taken) -> None:
         step, attempt = taken.decision.step, taken.decision.attempt
-        known = self._taken.get(step)
-        if known is None or attempt > known.decision.attempt:
+        newest = self._taken.get(step)
+        if newest is None or attempt > newest.decision.attempt:
             self._taken[step] = taken
             self._run_over = False
 
@@ -360,8 +360,8 @@ class TrainerMachine:
             self._restore()
             return
         step = self.history.next_step
-        self._taken = {at: taken for at, taken in self._taken.items() if at >= step - 1}
-        self._parts = {at: parts for at, parts in self._parts.items() if at >= step - 1}
+        self._taken = {number: taken for number, taken in self._taken.items() if number >= step - 1}
+        self._parts = {number: parts for number, parts in self._parts.items() if number >= step - 1}
         taken = self._taken.get(step)
         if taken is not None and (step, taken.decision.attempt) != self._refused:
             self._fetch(taken)
@@ -475,7 +475,7 @@ class TrainerMachine:
     def _heartbeat(self, now: Now) -> None:
         """Publish a status when due; waits are updated every turn."""
         gauges, step = self._cached(), self.history.next_step
-        found = waits(
+        pending = waits(
             self.phase,
             step,
             replayed=self._replaying,
@@ -484,7 +484,7 @@ class TrainerMachine:
             reading=gauges.blocking(self.phase),
             parts=self._parts[step].begun if step in self._parts else 0,
         )
-        present = self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        present = self._waits.update(pending, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if now.mono_ns < self._schedule.due_ns:
             return
         status = TrainerStatus(

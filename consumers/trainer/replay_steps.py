@@ -75,8 +75,10 @@ class StepFiles:
         if version is None:
             return batch
         digest = self.digest_of(int(version))
-        found = Reference(version=int(version), digest=digest, weights=self.store.weights(digest))
-        return replace(batch, reference=found)
+        reference = Reference(
+            version=int(version), digest=digest, weights=self.store.weights(digest)
+        )
+        return replace(batch, reference=reference)
 
     def column(self, commit: StepCommitted) -> Column:
         """Return the logged teacher log-probs. Raises PolicyError if they are gone."""

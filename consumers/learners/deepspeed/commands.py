@@ -158,56 +158,58 @@ def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
     Halves large passes until every rank has one.
     """
     cut = _halved(list(passes), ranks)
-    cut.sort(key=lambda one: (-one.padded_tokens, one.number))
-    numbered = [replace(one, number=number) for number, one in enumerate(cut)]
-    found: list[list[Pass]] = [[] for _ in range(ranks)]
+    cut.sort(key=lambda pass_: (-pass_.padded_tokens, pass_.number))
+    numbered = [replace(pass_, number=number) for number, pass_ in enumerate(cut)]
+    by_rank: list[list[Pass]] = [[] for _ in range(ranks)]
     for start in range(0, len(numbered), ranks):
         round_ = numbered[start : start + ranks]
         # Alternate direction, so that no rank has every round's largest pass.
         order = range(ranks) if start // ranks % 2 == 0 else range(ranks - 1, -1, -1)
-        for rank, one in zip(order, round_, strict=False):
-            found[rank].append(one)
-    return found
+        for rank, pass_ in zip(order, round_, strict=False):
+            by_rank[rank].append(pass_)
+    return by_rank
 
 
 def _halved(passes: list[Pass], count: int) -> list[Pass]:
     while len(passes) < count:
         sized = [
-            (one.padded_tokens, -place) for place, one in enumerate(passes) if len(one.units) > 1
+            (pass_.padded_tokens, -index)
+            for index, pass_ in enumerate(passes)
+            if len(pass_.units) > 1
         ]
         if not sized:
             break
-        place = -max(sized)[1]
-        passes[place : place + 1] = _halves(passes[place])
-    for number, one in enumerate(passes):
-        passes[number] = replace(one, number=number)
+        index = -max(sized)[1]
+        passes[index : index + 1] = _halves(passes[index])
+    for number, pass_ in enumerate(passes):
+        passes[number] = replace(pass_, number=number)
     return passes
 
 
-def _halves(one: Pass) -> tuple[Pass, Pass]:
-    middle, packing = (len(one.units) + 1) // 2, one.parts[0].packing
-    halves = one.units[:middle], one.units[middle:]
+def _halves(pass_: Pass) -> tuple[Pass, Pass]:
+    middle, packing = (len(pass_.units) + 1) // 2, pass_.parts[0].packing
+    halves = pass_.units[:middle], pass_.units[middle:]
     return one_pass(halves[0], packing=packing), one_pass(halves[1], packing=packing)
 
 
 def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
     """Return the log position of each trajectory."""
-    found: dict[str, LoggedAt] = {}
+    positions: dict[str, LoggedAt] = {}
     for group in batch.groups:
         assert len(group.places) == len(group.trajectories), "several ranks need a log"
-        named = [one.trajectory for one in group.trajectories]
-        found |= zip(named, group.places, strict=True)
-    return found
+        named = [trajectory.trajectory for trajectory in group.trajectories]
+        positions |= zip(named, group.places, strict=True)
+    return positions
 
 
 def share_commands(
     by_rank: Sequence[Sequence[Pass]], places: dict[str, LoggedAt]
 ) -> list[list[PassCommand]]:
     """Return the pass commands of each rank; one rank needs no `places`."""
-    return [[pass_command(one, places) for one in own] for own in by_rank]
+    return [[pass_command(pass_, places) for pass_ in own] for own in by_rank]
 
 
-def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
+def pass_command(pass_: Pass, places: dict[str, LoggedAt]) -> PassCommand:
     """Return the command of a pass."""
     units = [
         UnitCommand(
@@ -218,6 +220,6 @@ def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
             weight=unit.weight,
             teacher=None if unit.teacher is None else list(unit.teacher),
         )
-        for unit in one.units
+        for unit in pass_.units
     ]
-    return PassCommand(units=units, parts=list(one.parts))
+    return PassCommand(units=units, parts=list(pass_.parts))

@@ -49,8 +49,8 @@ class DealtExperts:
                 f"{KEY}: {network.config.model_type} gives different results with sharded experts",
                 hint=f"leave {KEY} out",
             )
-        dealt = [one for module in self._modules for one in module.parameters()]
-        self._dealt = {id(one) for one in dealt}
+        dealt = [parameter for module in self._modules for parameter in module.parameters()]
+        self._dealt = {id(parameter) for parameter in dealt}
         self.mark = _mark(self.experts) if dealt[0].requires_grad else None
         """Needed in ZeRO's module: DeepSpeed detects trained experts by it."""
 
@@ -62,13 +62,13 @@ class DealtExperts:
         with torch.no_grad():
             before = module.forward(hidden, chosen + self.rank * local, weights)
         module.num_experts = local
-        for one in module.parameters():
-            one.data = self.part_of(one.data)
-            one.ds_zero_partition_process_group = self._replica
-            if one.requires_grad:
-                one.allreduce = False
-                one.group_name = one.ds_zero_partition_group_name = self._name
-                one.ds_zero_placement_family = "autoep_expert"
+        for parameter in module.parameters():
+            parameter.data = self.part_of(parameter.data)
+            parameter.ds_zero_partition_process_group = self._replica
+            if parameter.requires_grad:
+                parameter.allreduce = False
+                parameter.group_name = parameter.ds_zero_partition_group_name = self._name
+                parameter.ds_zero_placement_family = "autoep_expert"
         with torch.no_grad():
             rows = hidden.repeat_interleave(2, 0)
             after = _weighted(_computed(module.forward, rows, chosen.reshape(-1, 1)), weights)
@@ -79,10 +79,10 @@ class DealtExperts:
         """Return whether a parameter is split."""
         return id(parameter) in self._dealt
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def part_of(self, tensor: Tensor) -> Tensor:
         """Return a view of this rank's experts of a tensor [experts, ...]."""
         count = self.experts // self.size
-        return whole.narrow(0, self.rank * count, count)
+        return tensor.narrow(0, self.rank * count, count)
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the full shape of a split tensor."""
@@ -95,17 +95,17 @@ class DealtExperts:
 
     def groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the optimizer's groups with expert parameters separate, as ZeRO requires."""
-        found: list[dict[str, Any]] = []
+        split: list[dict[str, Any]] = []
         for group in groups:
-            shared = [one for one in group["params"] if not self.is_dealt(one)]
-            dealt = [one for one in group["params"] if self.is_dealt(one)]
-            found.append({**group, "params": shared})
-            found.append({**group, "params": dealt, "moe": True, "name": self._name})
-        return [one for one in found if one["params"]]
+            shared = [parameter for parameter in group["params"] if not self.is_dealt(parameter)]
+            dealt = [parameter for parameter in group["params"] if self.is_dealt(parameter)]
+            split.append({**group, "params": shared})
+            split.append({**group, "params": dealt, "moe": True, "name": self._name})
+        return [group for group in split if group["params"]]
 
     def square_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the squared norm of all experts' gradients; collective."""
-        norms = torch.stack([one.norm() for one in gradients])
+        norms = torch.stack([gradient.norm() for gradient in gradients])
         total = norms.square().sum()
         dist.all_reduce(total, group=self._group)
         return total
@@ -117,14 +117,14 @@ class DealtExperts:
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             """Map tokens [T, H] with experts and weights [T, K] to [T, H]."""
             per_token = chosen.shape[1]
-            wanted = chosen.reshape(-1)
-            order = torch.argsort(wanted, stable=True)
-            counts = torch.bincount(wanted // local, minlength=self.size)
+            experts = chosen.reshape(-1)
+            order = torch.argsort(experts, stable=True)
+            counts = torch.bincount(experts // local, minlength=self.size)
             arriving = torch.empty_like(counts)
             dist.all_to_all_single(arriving, counts, group=group)
             sent, received = counts.tolist(), arriving.tolist()
             rows = cross(hidden[order // per_token], sent, received, group)
-            whose = crossed((wanted[order] % local).unsqueeze(1), sent, received, group)
+            whose = crossed((experts[order] % local).unsqueeze(1), sent, received, group)
             done = cross(_computed(compute, rows, whose), received, sent, group)
             return _weighted(torch.zeros_like(done).index_copy(0, order, done), weights)
 
@@ -160,10 +160,10 @@ def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> T
     """Exchange rows [N, H] in a group (None: all ranks), `sent` per rank, in rank order. As bytes:
     gloo lacks some types.
     """
-    found = rows.new_empty((sum(received), rows.shape[1]))
-    arrived, left = found.view(torch.uint8), rows.contiguous().view(torch.uint8)
-    dist.all_to_all_single(arrived, left, received, sent, group=group)
-    return found
+    output = rows.new_empty((sum(received), rows.shape[1]))
+    arrived, sent_bytes = output.view(torch.uint8), rows.contiguous().view(torch.uint8)
+    dist.all_to_all_single(arrived, sent_bytes, received, sent, group=group)
+    return output
 
 
 def _expert_modules(network: Any) -> Iterator[Any]:
@@ -171,7 +171,9 @@ def _expert_modules(network: Any) -> Iterator[Any]:
     for module in network.modules():
         count = getattr(module, "num_experts", 0)
         own = list(module.parameters(recurse=False))
-        if any(one.ndim == 3 for one in own) and all(len(one) == count for one in own):
+        if any(parameter.ndim == 3 for parameter in own) and all(
+            len(parameter) == count for parameter in own
+        ):
             yield module
 
 

@@ -157,14 +157,14 @@ class Engine:
         self.mlp_width = mlp_width(network)
         self.further = further_layers(network.config.get_text_config().to_dict())
         """Layers in files only."""
-        whole = pieces(network)
+        checkpoint_pieces = pieces(network)
         adapter = {
-            name: Piece(name, tuple(one.shape), tuple(one.stride()))
-            for name, one in _named(self.pairs).items()
+            name: Piece(name, tuple(parameter.shape), tuple(parameter.stride()))
+            for name, parameter in _named(self.pairs).items()
         }
-        self.files: dict[str, Piece] = whole if self.pairs is None else adapter
+        self.files: dict[str, Piece] = checkpoint_pieces if self.pairs is None else adapter
         """Stored tensors, or those of the adapter's base, by file name, sorted."""
-        self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
+        self.base_files: dict[str, Piece] = {} if self.pairs is None else checkpoint_pieces
         deepspeed = import_deepspeed(options.device)
         many = options.expert_parallel_size
         self._dealt = DealtExperts(network, many) if many > 1 else None
@@ -172,23 +172,25 @@ class Engine:
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
         """Network names of stored tensors, sorted."""
-        parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
+        parameters = [
+            parameter for parameter in stored.values() if isinstance(parameter, torch.nn.Parameter)
+        ]
         groups = decay_groups(parameters, options.weight_decay)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
         self._engine = _initialized(deepspeed, module, self._adamw, options)
         self._zero: Any = self._engine.optimizer
         # Conversion to bfloat16 would round rotary buffers.
-        for one in network.modules():
-            for name, buffer in buffers[id(one)].items():
+        for inner in network.modules():
+            for name, buffer in buffers[id(inner)].items():
                 if buffer is not None:
-                    one._buffers[name] = buffer.to(options.device)
+                    inner._buffers[name] = buffer.to(options.device)
         self._stored = _stored(network, self.pairs)
         self._base: dict[str, Any] = {} if self.pairs is None else untied(network)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._shards = {name: self._shard(one) for name, one in self.parameters()}
+        self._shards = {name: self._shard(parameter) for name, parameter in self.parameters()}
         self._extents = self._extents_by_rank()
-        self._flats = {str(id(one.flat)): one.flat for one in self._shards.values()}
+        self._flats = {str(id(shard.flat)): shard.flat for shard in self._shards.values()}
         self._narrow = options.published == "bfloat16"
         self._masters = Masters(self._flats if self._narrow else {})
         self.forget()
@@ -213,8 +215,8 @@ class Engine:
             self._routed.take(passage.routes)
         given = (passage.ids, passage.places, passage.targets, passage.positions)
         # A keyword: ZeRO 3 supports only tensors as positional arguments.
-        found: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
-        return found
+        output: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
+        return output
 
     def logprobs_and_balance(
         self, passage: Passage, weights: Sequence[float]
@@ -246,16 +248,16 @@ class Engine:
         with self._masters.present():
             norm = self._step(norm_max, divisor)
         if self._narrow:  # ZeRO's copies of the masters must be rounded too.
-            for one in self.weights():
-                one.copy_(one.to(torch.bfloat16))
+            for weight in self.weights():
+                weight.copy_(weight.to(torch.bfloat16))
         return norm
 
     def _step(self, norm_max: float, divisor: float) -> float:
         if self.options.zero_stage == 0:
-            own = [one for _, one in self.parameters()]
-            for one in own:
-                if divisor != 1 and one.grad is not None:
-                    one.grad.div_(divisor)
+            own = [parameter for _, parameter in self.parameters()]
+            for parameter in own:
+                if divisor != 1 and parameter.grad is not None:
+                    parameter.grad.div_(divisor)
             norm = self._clip(own, norm_max)
             self._engine.step()
             return norm
@@ -268,12 +270,14 @@ class Engine:
 
     def _clip(self, own: Sequence[Tensor], norm_max: float) -> float:
         """Clip gradients; return the norm including other ranks' experts."""
-        dealt = [one for one in own if self._dealt and self._dealt.is_dealt(one)]
+        dealt = [parameter for parameter in own if self._dealt and self._dealt.is_dealt(parameter)]
         if self._dealt is None or not dealt:
             return float(torch.nn.utils.clip_grad_norm_(own, norm_max))
-        shared = [one for one in own if not self._dealt.is_dealt(one)]
-        squares = self._dealt.square_norm([one.grad for one in dealt if one.grad is not None])
-        norms = [one.grad.norm() for one in shared if one.grad is not None]
+        shared = [parameter for parameter in own if not self._dealt.is_dealt(parameter)]
+        squares = self._dealt.square_norm(
+            [parameter.grad for parameter in dealt if parameter.grad is not None]
+        )
+        norms = [parameter.grad.norm() for parameter in shared if parameter.grad is not None]
         norm = (torch.stack(norms).square().sum() + squares).sqrt()
         torch.nn.utils.clip_grads_with_norm_(own, norm_max, norm)
         return float(norm)
@@ -290,20 +294,20 @@ class Engine:
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
         """Return a tensor as stored, or a moment; complete on rank 0 only; collective."""
         tensor, shard = self._stored[name], self._shards.get(name)
-        found, options = tensor.detach(), self.options
+        gathered, options = tensor.detach(), self.options
         beside = moment is None and options.zero_stage < 3 and options.dtype == "float32"
-        if shard is not None and (not beside or tuple(found.shape) != self.shape(name)):
-            found = self._gathered(name, shard.of(self._within(shard, moment)).detach())
-        return found.to(self.stored_dtype(name, moment))
+        if shard is not None and (not beside or tuple(gathered.shape) != self.shape(name)):
+            gathered = self._gathered(name, shard.of(self._within(shard, moment)).detach())
+        return gathered.to(self.stored_dtype(name, moment))
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """Return all parts on rank 0; other ranks receive none."""
-        extents, shape, others = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
+        extents, shape, zeros = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
         sizes = [elements for _, elements in extents]
         mine = part[: sizes[self._rank]].to(self.options.device)
         if sizes[0] < math.prod(shape):
-            arriving = [0, *others] if self._rank else sizes
-            mine = crossed(mine.unsqueeze(1), [len(mine), *others], arriving, None).flatten()
+            arriving = [0, *zeros] if self._rank else sizes
+            mine = crossed(mine.unsqueeze(1), [len(mine), *zeros], arriving, None).flatten()
         if self._rank:
             return mine
         order = sorted(range(self._ranks), key=lambda rank: extents[rank][0])
@@ -316,11 +320,11 @@ class Engine:
         """Return start and size of each rank's part, by tensor; duplicates count once.
         Collective.
         """
-        extents = [self._extent(*one) for one in self._shards.items()]
+        extents = [self._extent(*shard) for shard in self._shards.items()]
         own = torch.tensor(extents, device=self.options.device).reshape(-1)
-        found = own.new_empty(self._ranks * len(own))
-        dist.all_gather_single(found, own)
-        by_rank = found.reshape(self._ranks, -1, 2)
+        gathered = own.new_empty(self._ranks * len(own))
+        dist.all_gather_single(gathered, own)
+        by_rank = gathered.reshape(self._ranks, -1, 2)
         return dict(zip(self._shards, by_rank.transpose(0, 1).tolist(), strict=True))
 
     def _extent(self, name: str, shard: _Shard) -> tuple[int, int]:
@@ -339,10 +343,10 @@ class Engine:
         for name, piece in self.files.items():
             if piece.name not in held:
                 held[piece.name] = self.read(piece.name)
-            found: Tensor = held[piece.name] if self._rank else piece.of(held[piece.name])
+            view: Tensor = held[piece.name] if self._rank else piece.of(held[piece.name])
             if last[piece.name] == name:
                 del held[piece.name]
-            yield found
+            yield view
 
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
         """Store this rank's shard of a full tensor."""
@@ -381,16 +385,16 @@ class Engine:
         """Return the transfer dtype: float32 if trained, else as held."""
         if moment == REMAINDER:
             return torch.int32  # gloo lacks int16
-        found: torch.dtype = self._tensor(name).dtype
-        return torch.float32 if name in self._shards else found
+        dtype: torch.dtype = self._tensor(name).dtype
+        return torch.float32 if name in self._shards else dtype
 
     def stored_dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
         """Return the dtype in files."""
         if moment == REMAINDER:
             return torch.int16
-        found = self.dtype(name, moment)
-        narrow = self._narrow and moment is None and found.is_floating_point
-        return torch.bfloat16 if narrow else found
+        dtype = self.dtype(name, moment)
+        narrow = self._narrow and moment is None and dtype.is_floating_point
+        return torch.bfloat16 if narrow else dtype
 
     def _tensor(self, name: str) -> Any:
         return self._stored[name] if name in self._stored else self._base[name]
@@ -398,11 +402,11 @@ class Engine:
     @property
     def moments(self) -> list[tuple[Moment, str]]:
         """Return the checkpoint's moments, sorted by name."""
-        found: list[tuple[Moment, str]] = []
+        pairs: list[tuple[Moment, str]] = []
         kept: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq", "remainder")
         for moment in kept if self._narrow else kept[:2]:
-            found += [(moment, name) for name in self._shards]
-        return sorted(found, key=lambda one: f"{one[0]}/{one[1]}")
+            pairs += [(moment, name) for name in self._shards]
+        return sorted(pairs, key=lambda pair: f"{pair[0]}/{pair[1]}")
 
     def close(self) -> None:
         """Free all memory."""
@@ -413,17 +417,19 @@ class Engine:
         self.written()
         module = self._engine.module
         yield from tensors_in([*module.parameters(), *module.buffers()])
-        yield from tensors_in([getattr(one, "ds_tensor", ()) for one in module.parameters()])
+        yield from tensors_in(
+            [getattr(parameter, "ds_tensor", ()) for parameter in module.parameters()]
+        )
         yield from tensors_in(vars(self._zero))
         buckets = getattr(self._zero, "ipg_buckets", {})
-        yield from tensors_in([vars(one) for one in buckets.values()])
+        yield from tensors_in([vars(bucket) for bucket in buckets.values()])
         states = list(self._adamw.state.values())
         yield from tensors_in([states, self._flats, self._masters.remainders])
 
     def forget(self, updates: int = 0) -> None:
         """Reset moments, with a given update count."""
-        for one in self._masters.remainders.values():
-            one.zero_()
+        for remainder in self._masters.remainders.values():
+            remainder.zero_()
         for flat in self._flats.values():
             state: dict[str, Tensor] = {"step": torch.tensor(float(updates))}
             for moment in MOMENTS:
@@ -436,7 +442,9 @@ class Engine:
 
     def weights(self) -> list[Tensor]:
         """Return this rank's weights that log-probs use."""
-        return [getattr(one, "ds_tensor", one).data for _, one in self.parameters()]
+        return [
+            getattr(parameter, "ds_tensor", parameter).data for _, parameter in self.parameters()
+        ]
 
     def written(self) -> None:
         """Invalidate weights prefetched by ZeRO 3, after writes."""
@@ -445,28 +453,28 @@ class Engine:
 
     def held(self) -> list[Tensor]:
         """Return all tensors that an update changes on this rank."""
-        found = self.weights()
+        weights = self.weights()
         for flat in self._flats.values():
-            found += [flat.data, *self._adamw.state[flat].values()]
-        return [*found, *self._masters.remainders.values()]
+            weights += [flat.data, *self._adamw.state[flat].values()]
+        return [*weights, *self._masters.remainders.values()]
 
     def _within(self, shard: _Shard, moment: Moment | None) -> Tensor:
         if moment is None:
             return shard.flat.data.reshape(-1)
         if moment == REMAINDER:
             return self._masters.remainders[str(id(shard.flat))].reshape(-1)
-        found: Tensor = self._adamw.state[shard.flat][moment].reshape(-1)
-        return found
+        state: Tensor = self._adamw.state[shard.flat][moment].reshape(-1)
+        return state
 
     def _shard(self, parameter: Any) -> _Shard:
         stage, zero = self.options.zero_stage, self._zero
         if stage == 0:
             return _Shard(flat=parameter, at=0, start=0, elements=parameter.numel())
         if stage == 3:
-            group, at, elements = zero.grad_position[zero.get_param_id(parameter)]
+            group, start, elements = zero.grad_position[zero.get_param_id(parameter)]
             flat = zero.fp32_partitioned_groups_flat[group]
             rank = getattr(parameter, "ds_zero_partition_rank", self._rank)
-            return _Shard(flat=flat, at=at, start=elements * rank, elements=elements)
+            return _Shard(flat=flat, at=start, start=elements * rank, elements=elements)
         flats: Sequence[Tensor] = (
             zero.single_partition_of_fp32_groups
             if hasattr(zero, "single_partition_of_fp32_groups")
@@ -475,11 +483,11 @@ class Engine:
         mapping = parameter._hp_mapping
         if mapping is None:
             return _Shard(flat=flats[0], at=0, start=0, elements=0)
-        whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
+        address, part = mapping.lp_fragment_address, mapping.hp_fragment_address
         return _Shard(
             flat=flats[mapping.param_group_index],
             at=part.start,
-            start=whole.start,
+            start=address.start,
             elements=part.numel,
         )
 
@@ -489,14 +497,14 @@ def _initialized(
 ) -> Any:
     """Parameters get own memory, or shards in stage 3, loaded later. Collective."""
     if options.zero_stage < 3:
-        for one in module.parameters():
-            one.data = torch.empty(one.shape, dtype=one.dtype)
+        for parameter in module.parameters():
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
     else:
         zero = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=_config(options))
-        for one in module.parameters():
+        for parameter in module.parameters():
             if options.dtype == "bfloat16":
-                one.data = one.data.to(torch.bfloat16)
-            zero._convert_to_zero_parameters([one])
+                parameter.data = parameter.data.to(torch.bfloat16)
+            zero._convert_to_zero_parameters([parameter])
     return deepspeed.initialize(
         model=module, optimizer=adamw, config=_config(options), dist_init_required=False
     )[0]

@@ -71,8 +71,8 @@ def _is_over(log: LogLocation) -> bool:
     topics, clock = Topics(log.run), SystemClock()
     with closing(log.open()) as bus:
         wait_for_run(bus, topics, lambda: False, clock)
-        at = TopicPartition(topics.decisions, 0)
-        end = retry_bus("looking for the last round", lambda: bus.end(at), clock)
+        partition = TopicPartition(topics.decisions, 0)
+        end = retry_bus("looking for the last round", lambda: bus.end(partition), clock)
         return run_is_over(bus, topics, end, clock)
 
 

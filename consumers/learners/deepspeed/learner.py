@@ -219,14 +219,16 @@ class DeepspeedLearner:
     ) -> Sums:
         """See `ComputesParts`."""
         shared = self._shares(passes)
-        found = self._run_step(Gather, part, settings, [shared], fresh=not before)
-        replies = [reply.updates[0] for reply in found]
-        numbered = [[replace(one, number=before + one.number) for one in own] for own in shared]
+        gathered = self._run_step(Gather, part, settings, [shared], fresh=not before)
+        replies = [reply.updates[0] for reply in gathered]
+        numbered = [
+            [replace(pass_, number=before + pass_.number) for pass_ in own] for own in shared
+        ]
         _note_rows(numbered, replies)
         return Sums(
-            loss=_added([one.loss for one in replies]),
-            router_aux=_added([one.router_aux for one in replies]),
-            padded_tokens=sum(one.padded_tokens for one in replies),
+            loss=_added([reply.loss for reply in replies]),
+            router_aux=_added([reply.router_aux for reply in replies]),
+            padded_tokens=sum(reply.padded_tokens for reply in replies),
             passes=sum(map(len, shared)),
         )
 
@@ -276,16 +278,16 @@ class DeepspeedLearner:
             self._adapter_base.updated = True
 
     def _reference_of(self, batch: TrainBatch, step: StepSettings) -> Path:
-        wanted = batch.reference
-        if wanted is None or not needs_reference(step.objective):
+        reference = batch.reference
+        if reference is None or not needs_reference(step.objective):
             return self._first
-        if wanted.digest != self._referred:
-            need_digest(wanted.weights, wanted.digest)
+        if reference.digest != self._referred:
+            need_digest(reference.weights, reference.digest)
             if self._adapter_base is not None:
                 assert self._engine.pairs is not None
-                self._adapter_base.other(wanted.weights, self._engine.pairs.layers)
-            self._referred = wanted.digest
-        return wanted.weights
+                self._adapter_base.other(reference.weights, self._engine.pairs.layers)
+            self._referred = reference.digest
+        return reference.weights
 
     def manifest(self) -> Manifest:
         """See `Learner`. Excludes speculative work."""
@@ -363,13 +365,13 @@ class DeepspeedLearner:
             layers = self._engine.pairs.layers
             yield self._adapter_base.take(weights, layers=layers, have=self._have_base).__getitem__
             return
-        with self._whole_tensors(weights, self._engine.files) as whole:
-            yield whole
+        with self._whole_tensors(weights, self._engine.files) as tensors:
+            yield tensors
 
     def _have_base(self, weights: Path) -> None:
-        with self._whole_tensors(weights, self._engine.base_files) as whole:
+        with self._whole_tensors(weights, self._engine.base_files) as tensors:
             self._send(LoadBase)
-            self._rank.load_base(whole)
+            self._rank.load_base(tensors)
 
     @contextmanager
     def _whole_tensors(
@@ -384,13 +386,13 @@ class DeepspeedLearner:
             of.setdefault(piece.name, []).append(name)
 
         def whole(name: str) -> Tensor:
-            parts = [(entries[one], files[one]) for one in of[name]]
+            parts = [(entries[part_name], files[part_name]) for part_name in of[name]]
             if len(parts) == 1:
                 return read_tensor(data, parts[0][0])
-            found = torch.empty(self._engine.shape(name), dtype=DTYPES[parts[0][0].dtype])
+            tensor = torch.empty(self._engine.shape(name), dtype=DTYPES[parts[0][0].dtype])
             for entry, piece in parts:
-                piece.of(found).copy_(read_tensor(data, entry))
-            return found
+                piece.of(tensor).copy_(read_tensor(data, entry))
+            return tensor
 
         with mapped(weights) as data:
             yield whole
@@ -400,13 +402,13 @@ class DeepspeedLearner:
         shapes = {f"{moment}/{name}": (name, moment) for moment, name in self._engine.moments}
         if entries.keys() not in ({STEPS}, {STEPS} | shapes.keys()):
             raise PolicyError(f"{path} is not the optimizer state of this model")
-        for wanted, (name, moment) in shapes.items():
-            entry = entries.get(wanted)
+        for key, (name, moment) in shapes.items():
+            entry = entries.get(key)
             if entry is None:
                 continue
             kind = NAMES[self._engine.stored_dtype(name, moment)]
             if (entry.shape, entry.dtype) != (self._engine.shape(name), kind):
-                raise PolicyError(f"{path}: {wanted} is {entry.dtype} {entry.shape}")
+                raise PolicyError(f"{path}: {key} is {entry.dtype} {entry.shape}")
         return entries
 
     def _weights(self, use: Callable[[list[TensorSource]], Manifest]) -> Manifest:
@@ -478,8 +480,8 @@ class DeepspeedLearner:
                 problem, broken = f"rank {rank} could not read its share: {ready.why}", ready.broken
         if not group.agree(good=not problem):
             raise InvariantBroken(problem) if broken else ResourceError(problem)
-        own = [one for by_rank in shared for one in by_rank[0]]
-        trajectories = [unit.item.trajectory for one in own for unit in one.units]
+        own = [pass_ for by_rank in shared for pass_ in by_rank[0]]
+        trajectories = [unit.item.trajectory for pass_ in own for unit in pass_.units]
         replies = [self._rank.compute(command, trajectories)]
         replies += [_REPLY.decode(data) for data in group.replies()]
         return replies
@@ -499,9 +501,9 @@ def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:
 
 
 def _retired() -> tuple[int, ...]:
-    found = tuple(_RETIRED)
+    retired = tuple(_RETIRED)
     _RETIRED.clear()
-    return found
+    return retired
 
 
 def _retire(number: int, rank: Rank) -> None:
@@ -520,9 +522,9 @@ def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepRepl
     sums = Sums()
     for number, by_rank in enumerate(shared):
         of_ranks = [reply.updates[number] for reply in replies]
-        sums.loss += _added([one.loss for one in of_ranks])
-        sums.router_aux += _added([one.router_aux for one in of_ranks])
-        sums.padded_tokens += sum(one.padded_tokens for one in of_ranks)
+        sums.loss += _added([reply.loss for reply in of_ranks])
+        sums.router_aux += _added([reply.router_aux for reply in of_ranks])
+        sums.padded_tokens += sum(reply.padded_tokens for reply in of_ranks)
         sums.note_update(of_ranks[0].norm)
         _note_rows(by_rank, of_ranks)
     return sums
@@ -534,6 +536,6 @@ def _added(losses: Sequence[float]) -> float:
 
 
 def _note_rows(by_rank: Sequence[Sequence[Pass]], of_ranks: Sequence[UpdateReply]) -> None:
-    for passes, one in zip(by_rank, of_ranks, strict=True):
-        for done, metrics in zip(passes, one.rows, strict=True):
+    for passes, reply in zip(by_rank, of_ranks, strict=True):
+        for done, metrics in zip(passes, reply.rows, strict=True):
             done.note(metrics)

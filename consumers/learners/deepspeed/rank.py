@@ -75,27 +75,27 @@ class ShareReader:
         """Return the trajectories at these places. Raises InvariantBroken for other bytes,
         BusError.
         """
-        found: dict[tuple[int, int], Record] = {}
-        wanted = dict.fromkeys(RecordPlace(one.partition, one.offset) for one in places)
-        for record in self._reader.read(wanted):
-            found[record.partition, record.offset] = record
+        records: dict[tuple[int, int], Record] = {}
+        positions = dict.fromkeys(RecordPlace(logged.partition, logged.offset) for logged in places)
+        for record in self._reader.read(positions):
+            records[record.partition, record.offset] = record
             self.records += 1
         decoded: dict[LoggedAt, Trajectory] = {}
-        for place in places:
-            if place not in decoded:
-                decoded[place] = self._decoded(place, found)
-        return [decoded[place] for place in places]
+        for logged in places:
+            if logged not in decoded:
+                decoded[logged] = self._decoded(logged, records)
+        return [decoded[logged] for logged in places]
 
     def close(self) -> None:
         """Close the readers; idempotent."""
         self._reader.close()
 
-    def _decoded(self, place: LoggedAt, found: dict[tuple[int, int], Record]) -> Trajectory:
-        record = found.get((place.partition, place.offset))
-        where = f"{self._topic}/{place.partition} offset {place.offset}"
+    def _decoded(self, logged: LoggedAt, records: dict[tuple[int, int], Record]) -> Trajectory:
+        record = records.get((logged.partition, logged.offset))
+        where = f"{self._topic}/{logged.partition} offset {logged.offset}"
         if record is None:
             raise InvariantBroken(f"{where} is empty, where a trajectory of the batch was")
-        if record_digest(record) != place.sha256:
+        if record_digest(record) != logged.sha256:
             raise InvariantBroken(f"{where} has other bytes than the batch was taken with")
         try:
             return view_trajectory(record.value)
@@ -197,10 +197,10 @@ class Rank:
             engine.fit()
 
     def _shared(
-        self, wanted: str, name: str, dtype: torch.dtype, given: Callable[[str], Tensor] | None
+        self, key: str, name: str, dtype: torch.dtype, given: Callable[[str], Tensor] | None
     ) -> Tensor:
         if given is not None:
-            value = given(wanted).to(dtype).contiguous()
+            value = given(key).to(dtype).contiguous()
         else:
             value = torch.empty(self.engine.shape(name), dtype=dtype)
         return self._group.share(value).to(self._device)
@@ -219,8 +219,8 @@ class Rank:
 
     def fetch(self, command: ShareCommand) -> tuple[Ready, list[Trajectory]]:
         """Read this rank's trajectories from the log, in pass order."""
-        passes = [one for by_rank in command.updates for one in by_rank[self._group.info.rank]]
-        places = [unit.at for one in passes for unit in one.units]
+        passes = [pass_ for by_rank in command.updates for pass_ in by_rank[self._group.info.rank]]
+        places = [unit.at for pass_ in passes for unit in pass_.units]
         if self._place is None:
             return Ready(why="this rank has no log address"), []
         try:
@@ -229,12 +229,12 @@ class Rank:
                 topic = Topics(self._place.run).trajectories
                 self._reader = ShareReader(self._bus, topic, SystemClock())
             before = self._reader.records
-            found = self._reader.read(places)
+            trajectories = self._reader.read(places)
         except BusError as error:
             return Ready(why=error.message), []
         except InvariantBroken as error:
             return Ready(why=error.message, broken=True), []
-        return Ready(records=self._reader.records - before), found
+        return Ready(records=self._reader.records - before), trajectories
 
     def compute(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
         """Train or gather; `trajectories` are in pass order."""
@@ -295,7 +295,7 @@ class Rank:
         if not self._gathered:
             return
         with deterministic(self._threads), self._group.together():
-            before = [one.clone() for one in self.engine.held()]
+            before = [tensor.clone() for tensor in self.engine.held()]
             self._end_gathered(0.0, 1.0, 1.0)
             _put(before, self.engine.held())
 
@@ -304,7 +304,7 @@ class Rank:
         self._states.come_back()
         self._drop_gathered()
         if command.what == "take":
-            self._kept = [one.clone() for one in self.engine.held()]
+            self._kept = [tensor.clone() for tensor in self.engine.held()]
             return
         if command.what == "go-back":
             _put(self._kept, self.engine.held())
@@ -313,7 +313,7 @@ class Rank:
     @contextmanager
     def _at_kept(self) -> Iterator[None]:
         weights = self.engine.weights()
-        present = [one.clone() for one in weights]
+        present = [tensor.clone() for tensor in weights]
         _put(self._kept[: len(weights)], weights)
         self.engine.written()
         yield
@@ -328,66 +328,68 @@ class Rank:
     def _rounds(
         self, by_rank: list[list[PassCommand]], following: Iterator[Trajectory]
     ) -> list[_Round]:
-        turns = [max(len(one.parts) for one in met if one) for met in zip_longest(*by_rank)]
-        own = [self._given(one, following) for one in by_rank[self._group.info.rank]]
+        turns = [max(len(pass_.parts) for pass_ in met if pass_) for met in zip_longest(*by_rank)]
+        own = [self._given(pass_, following) for pass_ in by_rank[self._group.info.rank]]
         rounds = [_Round(turns=count, given=None) for count in turns]
-        for one, (given, padded_tokens) in zip(rounds, own, strict=False):
-            one.given, one.padded_tokens = given, padded_tokens
+        for round_, (given, padded_tokens) in zip(rounds, own, strict=False):
+            round_.given, round_.padded_tokens = given, padded_tokens
         return rounds
 
-    def _given(self, one: PassCommand, following: Iterator[Trajectory]) -> tuple[PassInputs, int]:
+    def _given(
+        self, command: PassCommand, following: Iterator[Trajectory]
+    ) -> tuple[PassInputs, int]:
         rows, choices = [], []
-        for unit in one.units:
+        for unit in command.units:
             trajectory = next(following)
             rows += [row_of(trajectory, context) for context in unit.contexts]
             choices += [choices_of(trajectory, context) for context in unit.contexts]
         given = PassInputs(
-            passages=cut_passages(rows, one.parts, self._device, choices),
-            rows=[len(unit.contexts) for unit in one.units],
-            lengths=[unit.length for unit in one.units],
-            advantages=[unit.advantage for unit in one.units],
-            weights=[unit.weight for unit in one.units],
-            teacher=[unit.teacher for unit in one.units],
+            passages=cut_passages(rows, command.parts, self._device, choices),
+            rows=[len(unit.contexts) for unit in command.units],
+            lengths=[unit.length for unit in command.units],
+            advantages=[unit.advantage for unit in command.units],
+            weights=[unit.weight for unit in command.units],
+            teacher=[unit.teacher for unit in command.units],
         )
-        return given, sum(part.padded_tokens for part in one.parts)
+        return given, sum(part.padded_tokens for part in command.parts)
 
     def _score_proximal(self, updates: Sequence[Sequence[_Round]]) -> None:
         for rounds in updates:
-            for one in rounds:
-                scored = self._scored(one.passages(self._idle))
-                if one.given is not None:
-                    one.given.proximal = joined(scored[: len(one.given.passages)])
+            for round_ in rounds:
+                scored = self._scored(round_.passages(self._idle))
+                if round_.given is not None:
+                    round_.given.proximal = joined(scored[: len(round_.given.passages)])
 
     def _scored(self, passages: Sequence[Passage]) -> list[Tensor]:
         with torch.no_grad():
-            return [self.engine.logprobs(one) for one in passages]
+            return [self.engine.logprobs(passage) for passage in passages]
 
     def _accumulate(
         self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool
     ) -> UpdateReply:
         """`ends`: an update follows."""
         update = UpdateReply()
-        for number, one in enumerate(rounds):
-            losses = self._losses(one, step, update)
+        for number, round_ in enumerate(rounds):
+            losses = self._losses(round_, step, update)
             for turn, loss in enumerate(losses, start=1):
-                last = number == len(rounds) - 1 and turn == one.turns
+                last = number == len(rounds) - 1 and turn == round_.turns
                 self.engine.backward(loss, last=last and ends)
         return update
 
-    def _losses(self, one: _Round, step: StepSettings, update: UpdateReply) -> Iterator[Tensor]:
-        passages, weights = one.passages(self._idle), one.row_weights()
+    def _losses(self, round_: _Round, step: StepSettings, update: UpdateReply) -> Iterator[Tensor]:
+        passages, weights = round_.passages(self._idle), round_.row_weights()
         base = [self._base_logprobs(passage, step) for passage in passages]
-        if one.turns == 1:
+        if round_.turns == 1:
             logprobs, extra = self._with_balance(passages[0], weights[0], step, update)
-            loss = self._loss(one, logprobs, base, step, update)
+            loss = self._loss(round_, logprobs, base, step, update)
             yield (logprobs.sum() * 0.0 if loss is None else loss) + extra
             return
         scored = self._scored(passages)
         gradients: list[Tensor] = []
-        if one.given is not None:
-            own = one.given.passages
+        if round_.given is not None:
+            own = round_.given.passages
             leaf = leaf_of(scored[: len(own)])
-            loss = self._loss(one, leaf, base, step, update)
+            loss = self._loss(round_, leaf, base, step, update)
             assert loss is not None
             gradients = pulled(leaf, loss, own)
         for turn, passage in enumerate(passages):
@@ -408,23 +410,23 @@ class Rank:
 
     def _loss(
         self,
-        one: _Round,
+        round_: _Round,
         logprobs: Tensor,
         base: Sequence[Tensor | None],
         step: StepSettings,
         update: UpdateReply,
     ) -> Tensor | None:
-        if one.given is None:
+        if round_.given is None:
             return None
         following = iter(base)
 
         def reference(passage: Passage) -> Tensor:
-            known = next(following)
-            return self._reference_logprobs(passage) if known is None else known
+            reference = next(following)
+            return self._reference_logprobs(passage) if reference is None else reference
 
-        loss, metrics = pass_loss(one.given, logprobs, reference=reference, step=step)
+        loss, metrics = pass_loss(round_.given, logprobs, reference=reference, step=step)
         update.loss += float(loss.detach())
-        update.padded_tokens += one.padded_tokens
+        update.padded_tokens += round_.padded_tokens
         update.rows.append(metrics)
         return loss
 
@@ -439,12 +441,12 @@ class Rank:
         options = self.engine.options
         if pairs is not None:
             assert options.lora is not None
-            found = (
+            tensors = (
                 {}
                 if base_of(weights) is None
                 else read_matrices(weights, pairs.layers, options.lora, options.published)
             )
-            self._adapter = {name: one.to(self._device) for name, one in found.items()}
+            self._adapter = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         else:
             self._reference = self._reference or TorchModel(
                 self._assets,
@@ -463,8 +465,8 @@ class Rank:
 
 def _put(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
+        for index, value in zip(places, values, strict=True):
+            index.copy_(value)
 
 
 def _assets(path: str, store: PolicyStore | None) -> Path:

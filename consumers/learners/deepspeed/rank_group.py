@@ -160,15 +160,15 @@ class RankGroup:
 
     def replies(self) -> list[bytes]:
         """Return the replies of ranks 1, 2, ...; each must call `reply`. Raises ResourceError."""
-        found: list[bytes] = []
+        replies: list[bytes] = []
         with self.together():
             for rank in range(1, self.ranks):
                 size = torch.zeros(1, dtype=torch.int64)
                 dist.recv(size, rank, group=self._control)
                 data = torch.zeros(int(size), dtype=torch.uint8)
                 dist.recv(data, rank, group=self._control)
-                found.append(data.numpy().tobytes())
-        return found
+                replies.append(data.numpy().tobytes())
+        return replies
 
     def agree(self, good: bool) -> bool:
         """Return rank 0's argument on every rank."""
@@ -317,10 +317,10 @@ def end_rank_group() -> None:
         group.end()
 
 
-def _check_gpus(wanted: int) -> None:
+def _check_gpus(count: int) -> None:
     there = torch.cuda.device_count()
-    if there < wanted:
+    if there < count:
         raise ConfigError(
-            f"{wanted} ranks on this machine need a GPU each, and there are {there}",
+            f"{count} ranks on this machine need a GPU each, and there are {there}",
             hint="-o trainer.device=cpu, or fewer trainer.ranks in a new run",
         )

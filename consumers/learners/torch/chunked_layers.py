@@ -24,7 +24,9 @@ NEAR: Final = 1e-4
 
 def mlp_width(network: Any) -> int:
     """Return the widest size of the dense blocks; 0 without any."""
-    sizes = [size for one in _blocks(network) for held in one.parameters() for size in held.shape]
+    sizes = [
+        size for block in _blocks(network) for held in block.parameters() for size in held.shape
+    ]
     return max(sizes, default=0)
 
 
@@ -37,7 +39,7 @@ def chunk_layers(network: Any, memory: MemoryOptions) -> None:
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
         before = network(input_ids=ids, use_cache=False).logits
-        plain = {one: one.forward for one in _token_wise(network)}
+        plain = {module: module.forward for module in _token_wise(network)}
         for module, compute in plain.items():
             module.forward = _in_chunks(compute, halves, width)
         after = network(input_ids=ids, use_cache=False).logits
@@ -57,9 +59,9 @@ def _blocks(network: Any) -> Iterator[Any]:
 def _token_wise(network: Any) -> Iterator[Any]:
     yield from _blocks(network)
     holders = [*decoder_layers(network), network.base_model]
-    for one in (child for holder in holders for child in holder.children()):
-        if type(one).__name__.endswith("Norm"):
-            yield one
+    for child_module in (child for holder in holders for child in holder.children()):
+        if type(child_module).__name__.endswith("Norm"):
+            yield child_module
 
 
 def _in_chunks(
@@ -70,11 +72,11 @@ def _in_chunks(
         count = memory.mlp_chunks(rows * tokens, width, hidden.device.type)
         if count <= 1:
             return compute(hidden)
-        sizes = [one.stop - one.start for one in chunk_slices(rows * tokens, count)]
-        found = [
+        sizes = [part.stop - part.start for part in chunk_slices(rows * tokens, count)]
+        outputs = [
             checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False)
             for part in torch.split(hidden.flatten(0, 1).unsqueeze(0), sizes, dim=1)
         ]
-        return torch.cat(found, dim=1).reshape(hidden.shape)
+        return torch.cat(outputs, dim=1).reshape(hidden.shape)
 
     return forward

@@ -34,13 +34,13 @@ def capability(device: str) -> str:
 
 def _cudnn() -> int | None:
     try:
-        found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ResourceError(
             str(error).partition(". ")[0],
             hint="unset LD_LIBRARY_PATH, or create the locked environment with make gpu",
         ) from error
-    return found
+    return version
 
 
 def _processor() -> str:

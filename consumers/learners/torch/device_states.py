@@ -41,7 +41,7 @@ class DeviceStates:
             return
         leaving = list(self._storages())
         try:
-            copies = [self._copied(one) for one in leaving]
+            copies = [self._copied(storage) for storage in leaving]
         except RuntimeError as error:
             raise ResourceError(
                 f"the trainer's states do not fit into the host's memory: {error}",
@@ -65,9 +65,9 @@ class DeviceStates:
                     f"no room on {self._device} for the trainer's states: {error}",
                     hint="let its workers sleep during a step (workers.colocated)",
                 ) from error
-            place = _bytes_of(storage, self._device)
-            for at, piece in zip(range(0, size, PIECE_BYTES), copy, strict=True):
-                place[at : at + len(piece)].copy_(piece, non_blocking=True)
+            view = _bytes_of(storage, self._device)
+            for start, piece in zip(range(0, size, PIECE_BYTES), copy, strict=True):
+                view[start : start + len(piece)].copy_(piece, non_blocking=True)
             self._away.pop()
             if self._device.type == "cuda":
                 for piece in copy:
@@ -75,22 +75,22 @@ class DeviceStates:
         self._settle()
 
     def _storages(self) -> Iterator[Any]:
-        seen: set[int] = set()
+        ids: set[int] = set()
         for tensor in self._tensors():
             if tensor.device.type != self._device.type:
                 continue
             storage = tensor.untyped_storage()
-            new = storage.data_ptr() not in seen
+            new = storage.data_ptr() not in ids
             if new and storage.nbytes() >= SMALL_BYTES and storage.resizable():
-                seen.add(storage.data_ptr())
+                ids.add(storage.data_ptr())
                 yield storage
 
     def _copied(self, storage: Any) -> list[Tensor]:
-        place, size = _bytes_of(storage, self._device), storage.nbytes()
+        view, size = _bytes_of(storage, self._device), storage.nbytes()
         pieces = []
-        for at in range(0, size, PIECE_BYTES):
-            piece = self._piece(min(PIECE_BYTES, size - at))
-            piece.copy_(place[at : at + len(piece)], non_blocking=True)
+        for start in range(0, size, PIECE_BYTES):
+            piece = self._piece(min(PIECE_BYTES, size - start))
+            piece.copy_(view[start : start + len(piece)], non_blocking=True)
             pieces.append(piece)
         return pieces
 
@@ -111,8 +111,8 @@ class DeviceStates:
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:
-    found = torch.empty(0, dtype=torch.uint8, device=device)
-    return found.set_(storage)
+    view = torch.empty(0, dtype=torch.uint8, device=device)
+    return view.set_(storage)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -122,8 +122,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if value.is_leaf and value.grad is not None:
             yield value.grad
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple | set):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)

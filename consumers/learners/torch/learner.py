@@ -169,8 +169,8 @@ class TorchLearner:
         with deterministic(self._options.threads):
             if needs_reference(step.objective):
                 self._refer_to(part.reference)
-            for one in passes:
-                self._accumulate(one, step, sums)
+            for pass_ in passes:
+                self._accumulate(pass_, step, sums)
         return sums
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
@@ -248,8 +248,8 @@ class TorchLearner:
         """
         routed = self._model.routed
         before = routed.differing, routed.seen
-        found = self.score(rows, choices)
-        return found, routed.differing - before[0], routed.seen - before[1]
+        scored = self.score(rows, choices)
+        return scored, routed.differing - before[0], routed.seen - before[1]
 
     def manifest(self) -> Manifest:
         """See `Learner`."""
@@ -306,7 +306,7 @@ class TorchLearner:
         networks = [self._model.network] + ([self._reference.network] if self._reference else [])
         for network in networks:
             yield from tensors_in([*network.parameters(), *network.buffers()])
-        yield from tensors_in([one for _, one in self._model.parameters()])
+        yield from tensors_in([parameter for _, parameter in self._model.parameters()])
         yield from tensors_in(self._optimizer.held())
 
     def _fresh_optimizer(self) -> Optimizer:
@@ -321,8 +321,8 @@ class TorchLearner:
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:
-        for one in passes:
-            one.proximal = joined(self._scored(passages_of(one, self._options.device)))
+        for pass_ in passes:
+            pass_.proximal = joined(self._scored(passages_of(pass_, self._options.device)))
 
     def _scored(self, parts: Sequence[Passage]) -> list[Tensor]:
         with torch.no_grad():
@@ -332,8 +332,8 @@ class TorchLearner:
         if not passes:
             return
         self._optimizer.clear()
-        for one in passes:
-            self._accumulate(one, step, sums)
+        for pass_ in passes:
+            self._accumulate(pass_, step, sums)
         self._step_optimizer(step, sums)
 
     def _step_optimizer(self, step: StepSettings, sums: Sums) -> None:
@@ -341,8 +341,8 @@ class TorchLearner:
         self._optimizer.update(step.learning_rate)
         self._model.updated = True
 
-    def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
-        given = inputs_of(one, self._options.device)
+    def _accumulate(self, pass_: Pass, step: StepSettings, sums: Sums) -> None:
+        given = inputs_of(pass_, self._options.device)
         parts, weights = given.passages, given.row_weights()
         if len(parts) == 1:
             logprobs, extra = self._with_balance(parts[0], weights[0], step, sums)
@@ -357,8 +357,8 @@ class TorchLearner:
                 again, extra = self._with_balance(part, of_part, step, sums)
                 torch.autograd.backward((again * gradient).sum() + extra)
         sums.loss += float(loss.detach())
-        sums.padded_tokens += one.padded_tokens
-        one.note(metrics)
+        sums.padded_tokens += pass_.padded_tokens
+        pass_.note(metrics)
 
     def _with_balance(
         self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums
@@ -369,19 +369,19 @@ class TorchLearner:
         sums.router_aux += float(balance.detach())
         return logprobs, step.router_aux_loss * balance
 
-    def _refer_to(self, wanted: Reference | None) -> None:
+    def _refer_to(self, reference: Reference | None) -> None:
         """Load the KL reference (None: version 0). Raises PolicyError."""
-        digest = "" if wanted is None else wanted.digest
+        digest = "" if reference is None else reference.digest
         if digest == self._reference_digest:
             return
-        if wanted is not None:
-            need_digest(wanted.weights, digest)
+        if reference is not None:
+            need_digest(reference.weights, digest)
         if isinstance(self._model, LoraModel):
-            self._model.refer_to(None if wanted is None else wanted.weights)
+            self._model.refer_to(None if reference is None else reference.weights)
         else:
             how = _computed(self._options)
             self._reference = self._reference or TorchModel(self._assets, **how)
-            self._reference.load(self._reference_path if wanted is None else wanted.weights)
+            self._reference.load(self._reference_path if reference is None else reference.weights)
         self._reference_digest = digest
 
     def _reference_logprobs(self, passage: Passage) -> Tensor:

@@ -108,13 +108,13 @@ class Pairs(torch.nn.Module):
         a, b = a_name(layer), b_name(layer)
 
         def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
-            others = self._instead
-            if others is None:
+            instead = self._instead
+            if instead is None:
                 added: Tensor = output + pair(inputs[0])
                 return added
-            if not others:
+            if not instead:
                 return output
-            return output + cast("Tensor", pair(inputs[0], (others[a], others[b])))
+            return output + cast("Tensor", pair(inputs[0], (instead[a], instead[b])))
 
         return add
 
@@ -207,8 +207,8 @@ class LoraModel(TorchModel):
 
     def refer_to(self, weights: Path | None) -> None:
         """Load another version's adapter as reference; None is version 0. Raises PolicyError."""
-        found = self._adapter_base.other(weights, self.pairs.layers)
-        self._reference = {name: one.to(self.device) for name, one in found.items()}
+        matrices = self._adapter_base.other(weights, self.pairs.layers)
+        self._reference = {name: matrix.to(self.device) for name, matrix in matrices.items()}
 
     def reference_logprobs(self, passage: Passage) -> Tensor:
         """Return log-probs under the reference, without a second copy of the base."""
@@ -220,8 +220,8 @@ class LoraModel(TorchModel):
         if not self._adapter_base.updated:
             return super().sources()
         kind = DTYPES_OF[self._adapter_base.dtype]
-        found = [tensor_source(name, matrix, kind) for name, matrix in self.parameters()]
-        return found + self._adapter_base.base_tensors()
+        sources = [tensor_source(name, matrix, kind) for name, matrix in self.parameters()]
+        return sources + self._adapter_base.base_tensors()
 
     @property
     def updated(self) -> bool:
@@ -234,28 +234,28 @@ class LoraModel(TorchModel):
 
 
 def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:
-    found = [
+    modules = [
         (name, module)
         for name, module in network.named_modules()
         if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets
     ]
-    if not found:
+    if not modules:
         raise PolicyError(f"the model has no layer {' or '.join(targets)}")
-    return sorted(found, key=lambda one: one[0])
+    return sorted(modules, key=lambda item: item[0])
 
 
 def _begun(
     base: str, layers: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Float32 matrices with values representable in `dtype`."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for layer, (out, in_) in layers.items():
         seed = hashlib.sha256(f"{base} {layer}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
         drawn = torch.rand((rank, in_), generator=generator) * 2 - 1
-        found[a_name(layer)] = (drawn / math.sqrt(in_)).to(dtype).to(torch.float32)
-        found[b_name(layer)] = torch.zeros(out, rank)
-    return found
+        tensors[a_name(layer)] = (drawn / math.sqrt(in_)).to(dtype).to(torch.float32)
+        tensors[b_name(layer)] = torch.zeros(out, rank)
+    return tensors
 
 
 def read_matrices(
@@ -272,10 +272,10 @@ def read_matrices(
         raise PolicyError(f"{weights} does not fit the run: it is {adapter.dtype}, not {dtype}")
     if adapter.scale != np.float32(options.scale):
         raise PolicyError(f"{weights} does not fit the run: its scale is {adapter.scale:g}")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for layer, (a, b) in adapter.pairs.items():
         out, in_ = layers[layer]
         if (a.shape, b.shape) != ((options.rank, in_), (out, options.rank)):
             raise PolicyError(f"{weights} does not fit the run: {layer!r} differs")
-        found[a_name(layer)], found[b_name(layer)] = torch.from_numpy(a), torch.from_numpy(b)
-    return found
+        tensors[a_name(layer)], tensors[b_name(layer)] = torch.from_numpy(a), torch.from_numpy(b)
+    return tensors

@@ -26,34 +26,35 @@ class Masters:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         self.remainders: dict[str, Tensor] = {
-            name: torch.zeros_like(one, dtype=torch.int16) for name, one in parameters.items()
+            name: torch.zeros_like(parameter, dtype=torch.int16)
+            for name, parameter in parameters.items()
         }
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """Replace published values by masters; on exit publish the changed masters."""
-        for name, one in self._parameters.items():
-            _bits(one).add_(self.remainders[name])
+        for name, parameter in self._parameters.items():
+            _bits(parameter).add_(self.remainders[name])
         yield
-        for name, one in self._parameters.items():
-            self.remainders[name].copy_(_round(one))
+        for name, parameter in self._parameters.items():
+            self.remainders[name].copy_(_round(parameter))
 
     def kept(self) -> list[Tensor]:
         """Return a copy of the remainders."""
-        return [one.clone() for one in self.remainders.values()]
+        return [remainder.clone() for remainder in self.remainders.values()]
 
     def go_back(self, kept: Sequence[Tensor]) -> None:
         """Restore remainders; the caller restores values."""
-        for one, before in zip(self.remainders.values(), kept, strict=True):
-            one.copy_(before)
+        for remainder, before in zip(self.remainders.values(), kept, strict=True):
+            remainder.copy_(before)
 
     def fit(self) -> None:
         """Zero remainders that do not match their values (a checkpoint of other weights)."""
-        for name, one in self._parameters.items():
-            master = one.detach().clone()
+        for name, parameter in self._parameters.items():
+            master = parameter.detach().clone()
             _bits(master).add_(self.remainders[name])
             _round(master)
-            self.remainders[name].mul_(_bits(master) == _bits(one))
+            self.remainders[name].mul_(_bits(master) == _bits(parameter))
 
 
 def _bits(tensor: Tensor) -> Tensor:

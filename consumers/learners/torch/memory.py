@@ -120,7 +120,9 @@ def decoder_layers(network: Any) -> list[Any]:
     """Return the layers that transformers can checkpoint."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
+    return [
+        module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
 
 
 def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
@@ -136,10 +138,10 @@ def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise PolicyError(f"trainer.gradient_checkpointing: {error}") from error
-        for one in layers:
-            one.training = True  # for these modules only: their children would apply dropout
+        for layer in layers:
+            layer.training = True  # for these modules only: their children would apply dropout
             if offload:
-                one._gradient_checkpointing_func = _offloaded(one._gradient_checkpointing_func)
+                layer._gradient_checkpointing_func = _offloaded(layer._gradient_checkpointing_func)
         after = network(input_ids=ids, use_cache=False).logits
     if not layers or not torch.equal(before, after):
         raise PolicyError(
@@ -208,12 +210,12 @@ def head_logprobs(
         return token_logprobs(unassigned.leave_out(head(hidden)), targets, temperature)
     # Exactly x W^T + b: no adapter, no hook that gathers weights.
     if type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
-        found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        logprobs: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, temperature, chunks, unassigned
         )
-        return found
+        return logprobs
     return _checkpointed(
-        lambda some: unassigned.leave_out(head(some)), hidden, targets, temperature, chunks
+        lambda part: unassigned.leave_out(head(part)), hidden, targets, temperature, chunks
     )
 
 
@@ -226,11 +228,11 @@ def _checkpointed(
 ) -> Tensor:
     """Peak memory adds one chunk's weight gradient."""
 
-    def compute(some: Tensor, wanted: Tensor) -> Tensor:
-        return token_logprobs(head(some), wanted, temperature)
+    def compute(part: Tensor, chosen: Tensor) -> Tensor:
+        return token_logprobs(head(part), chosen, temperature)
 
     # No early stop: weight gathering hooks the end of forward, also in recomputation.
-    found = [
+    logprobs = [
         checkpoint(
             compute,
             hidden[part],
@@ -241,7 +243,7 @@ def _checkpointed(
         )
         for part in chunk_slices(len(targets), chunks)
     ]
-    return torch.cat(found)
+    return torch.cat(logprobs)
 
 
 def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
@@ -283,11 +285,11 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden = hidden.to(computed)
         ctx.save_for_backward(hidden, weight, bias, targets)
         weight, bias = _as(computed, weight, bias)
-        found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         for part in chunk_slices(len(targets), chunks):
             logits = unassigned.leave_out(linear(hidden[part], weight, bias))
-            found[part] = token_logprobs(logits, targets[part], temperature)
-        return found
+            logprobs[part] = token_logprobs(logits, targets[part], temperature)
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -295,8 +297,8 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, held, held_bias, targets = ctx.saved_tensors
         weight, bias = _as(hidden.dtype, held, held_bias)
         of_hidden, of_weight, of_bias = (
-            torch.zeros_like(one, dtype=dtype) if needed else None
-            for one, needed, dtype in zip(
+            torch.zeros_like(tensor, dtype=dtype) if needed else None
+            for tensor, needed, dtype in zip(
                 (hidden, weight, bias),
                 ctx.needs_input_grad,
                 (ctx.given, torch.float32, torch.float32),

@@ -214,16 +214,16 @@ def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
 
 def load_weights(network: Any, weights: Path) -> CarriedTensors:
     """Copy a safetensors file into a network; return its extra layers. Raises PolicyError."""
-    wanted = stored(network)
-    found = {entry.name: entry for entry in read_entries(weights)}
+    expected = stored(network)
+    entries = {entry.name: entry for entry in read_entries(weights)}
     further = further_layers(network.config.get_text_config().to_dict())
-    carried = [found.pop(name) for name in sorted(carried_names(found, further))]
-    odd = sorted(wanted.keys() ^ found.keys())
+    carried = [entries.pop(name) for name in sorted(carried_names(entries, further))]
+    odd = sorted(expected.keys() ^ entries.keys())
     if odd:
         raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
     with mapped(weights) as data, torch.no_grad():
-        for name, tensor in wanted.items():
-            entry = found[name]
+        for name, tensor in expected.items():
+            entry = entries[name]
             if tuple(tensor.shape) != entry.shape or entry.dtype not in DTYPES:
                 raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
             # Convert on the device: smaller transfer, same rounding.
@@ -254,13 +254,15 @@ def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
 def bfloat16_names(weights: Path) -> frozenset[str]:
     """Return the names of a file's bfloat16 tensors. Raises PolicyError."""
     return frozenset(
-        one.name for one in read_entries(weights) if one.dtype == NAMES[torch.bfloat16]
+        entry.name for entry in read_entries(weights) if entry.dtype == NAMES[torch.bfloat16]
     )
 
 
 def published_dtype(weights: Path) -> PolicyDtype:
     """Return the common dtype of a file's weights. Raises PolicyError if mixed."""
-    kinds = {one.dtype for one in read_entries(weights) if DTYPES[one.dtype].is_floating_point}
+    kinds = {
+        entry.dtype for entry in read_entries(weights) if DTYPES[entry.dtype].is_floating_point
+    }
     narrow = NAMES[torch.bfloat16]
     if narrow in kinds and len(kinds) > 1:
         raise PolicyError(f"{weights} mixes bfloat16 with {min(kinds - {narrow})}")
@@ -304,7 +306,7 @@ def passage_of(
         positions=None if positions is None else positions.to(device),
         cuts=None if positions is None or masked else cuts_of(positions, device),
         routes=_routes(starts, choices, len(lines) * width, device),
-        spans=tuple((at, at + len(row[0])) for at, row in zip(starts, rows, strict=True)),
+        spans=tuple((start, start + len(row[0])) for start, row in zip(starts, rows, strict=True)),
     )
 
 
@@ -312,14 +314,14 @@ def _routes(
     starts: Sequence[int], choices: Sequence[Choices | None], tokens: int, device: str
 ) -> Tensor | None:
     """Experts of a place are those recorded for the next token."""
-    known = [one for one in choices if one is not None]
-    if not known:
+    present = [choice for choice in choices if choice is not None]
+    if not present:
         return None
-    flat = np.full((tokens, *known[0].shape[1:]), -1, dtype=np.int64)
-    for start, one in zip(starts, choices, strict=True):
-        if one is not None:
-            given = one[1:].astype(np.int64)
-            given[one[1:] == np.iinfo(one.dtype).max] = -1
+    flat = np.full((tokens, *present[0].shape[1:]), -1, dtype=np.int64)
+    for start, choice in zip(starts, choices, strict=True):
+        if choice is not None:
+            given = choice[1:].astype(np.int64)
+            given[choice[1:] == np.iinfo(choice.dtype).max] = -1
             flat[start : start + len(given)] = given
     return torch.from_numpy(flat).to(device)
 
@@ -327,10 +329,10 @@ def _routes(
 def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) -> list[int]:
     starts = [0] * len(lengths)
     for number, line in enumerate(lines):
-        at = number * width
+        position = number * width
         for row in line:
-            starts[row] = at
-            at += lengths[row]
+            starts[row] = position
+            position += lengths[row]
     return starts
 
 
@@ -377,10 +379,10 @@ def score(
     return token_logprobs(network.unassigned.leave_out(chosen), targets, temperature)
 
 
-def passages_of(one: Pass, device: str) -> list[Passage]:
-    rows = [row for unit in one.units for row in unit.sequences()]
-    choices = [found for unit in one.units for found in unit.choices()]
-    return cut_passages(rows, one.parts, device, choices)
+def passages_of(pass_: Pass, device: str) -> list[Passage]:
+    rows = [row for unit in pass_.units for row in unit.sequences()]
+    choices = [choice for unit in pass_.units for choice in unit.choices()]
+    return cut_passages(rows, pass_.parts, device, choices)
 
 
 def cut_passages(
@@ -390,22 +392,22 @@ def cut_passages(
     choices: Sequence[Choices | None] = (),
 ) -> list[Passage]:
     """Return rows and their experts as passages."""
-    found, at = [], 0
+    passages, position = [], 0
     for part in parts:
-        own = rows[at : at + part.rows]
+        own = rows[position : position + part.rows]
         shared = lines_of([len(ids) for ids, _, _ in own], part.width) if part.lines else None
-        found.append(
+        passages.append(
             passage_of(
                 own,
                 width=part.width,
                 device=device,
                 lines=shared,
-                choices=choices[at : at + part.rows],
+                choices=choices[position : position + part.rows],
                 masked=part.masked,
             )
         )
-        at += part.rows
-    return found
+        position += part.rows
+    return passages
 
 
 def per_token(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -431,18 +433,18 @@ class PassInputs:
         """Return, by passage, the summed token weight of each row."""
         units = zip(self.weights, self.rows, strict=True)
         rows = iter([weight for weight, count in units for _ in range(count)])
-        return [[next(rows) * counted for counted in one.lengths] for one in self.passages]
+        return [[next(rows) * counted for counted in passage.lengths] for passage in self.passages]
 
 
-def inputs_of(one: Pass, device: str) -> PassInputs:
+def inputs_of(pass_: Pass, device: str) -> PassInputs:
     return PassInputs(
-        passages=passages_of(one, device),
-        rows=[len(unit.rows) for unit in one.units],
-        lengths=[unit.counted for unit in one.units],
-        advantages=[unit.advantage for unit in one.units],
-        weights=[unit.weight for unit in one.units],
-        teacher=[unit.teacher for unit in one.units],
-        proximal=one.proximal,
+        passages=passages_of(pass_, device),
+        rows=[len(unit.rows) for unit in pass_.units],
+        lengths=[unit.counted for unit in pass_.units],
+        advantages=[unit.advantage for unit in pass_.units],
+        weights=[unit.weight for unit in pass_.units],
+        teacher=[unit.teacher for unit in pass_.units],
+        proximal=pass_.proximal,
     )
 
 
@@ -463,10 +465,10 @@ def pass_loss(
     weights = per_token(given.weights, given.lengths, device)
     inputs = Inputs(
         logprobs=logprobs,
-        behaviour=joined([one.behaviour for one in given.passages]),
+        behaviour=joined([passage.behaviour for passage in given.passages]),
         proximal=proximal,
         reference=(
-            joined([reference(one) for one in given.passages])
+            joined([reference(passage) for passage in given.passages])
             if needs_reference(objective)
             else None
         ),
@@ -484,9 +486,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _teacher(rows: Sequence[Sequence[float] | None], logprobs: Tensor) -> Tensor:
-    known = [one for row in rows for one in row or ()]
-    assert len(known) == len(logprobs), "a row without log-probs of the teacher"
-    return torch.tensor(known, dtype=torch.float32, device=logprobs.device)
+    scores = [score for row in rows for score in row or ()]
+    assert len(scores) == len(logprobs), "a row without log-probs of the teacher"
+    return torch.tensor(scores, dtype=torch.float32, device=logprobs.device)
 
 
 def leaf_of(parts: Sequence[Tensor]) -> Tensor:
@@ -502,7 +504,7 @@ def pulled(leaf: Tensor, loss: Tensor, parts: Sequence[Passage]) -> list[Tensor]
     """Return the loss gradient by the log-probs of each part."""
     torch.autograd.backward(loss)
     assert leaf.grad is not None
-    return list(torch.split(leaf.grad, [sum(one.lengths) for one in parts]))
+    return list(torch.split(leaf.grad, [sum(part.lengths) for part in parts]))
 
 
 def score_rows(
@@ -514,19 +516,19 @@ def score_rows(
     choices: Sequence[Choices | None] = (),
 ) -> list[list[float]]:
     """Return log-probs of rows (token ids, mask) where the mask is 1, never of the first token."""
-    found: list[list[float]] = [[] for _ in rows]
-    chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
-    sized = [RowSize(ordinal=at, sample=0, tokens=len(rows[at][0])) for at in chosen]
+    by_row: list[list[float]] = [[] for _ in rows]
+    chosen = [index for index, (_, mask) in enumerate(rows) if any(mask[1:])]
+    sized = [RowSize(ordinal=index, sample=0, tokens=len(rows[index][0])) for index in chosen]
     with torch.no_grad():
         for micro in pack(sized, padded_tokens_max=padded_tokens_max):
             places = [chosen[row] for row in micro.rows]
-            parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
-            through = [choices[place] for place in places] if choices else ()
+            parts = [(*rows[index], [0.0] * len(rows[index][0])) for index in places]
+            through = [choices[index] for index in places] if choices else ()
             passage = passage_of(parts, width=micro.width, device=device, choices=through)
             scored = torch.split(logprobs(passage), list(passage.lengths))
-            for place, part in zip(places, scored, strict=True):
-                found[place] = part.tolist()
-    return found
+            for index, part in zip(places, scored, strict=True):
+                by_row[index] = part.tolist()
+    return by_row
 
 
 def temperature_numerics(temperature: float) -> dict[str, str]:

@@ -38,14 +38,16 @@ _MOMENTS: Final[dict[OptimizerName, tuple[str, ...]]] = {
 def parameters_of(optimizer: OptimizerName, network: Any, named: dict[str, Tensor]) -> list[str]:
     """Return the names of the parameters that this optimizer updates."""
     modules = network.modules()
-    tables = {id(one.weight) for one in modules if isinstance(one, torch.nn.Embedding)}
+    tables = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
     if optimizer == "adamw8bit":
-        large = [name for name, one in named.items() if one.numel() >= EIGHT_BITS_NUMBERS_MIN]
+        large = [
+            name for name, parameter in named.items() if parameter.numel() >= EIGHT_BITS_NUMBERS_MIN
+        ]
         return [name for name in large if id(named[name]) not in tables]
     if optimizer == "muon":
         head = network.get_output_embeddings()
         ends = tables | ({id(head.weight)} if head is not None else set())
-        matrices = [name for name, one in named.items() if one.ndim == 2]
+        matrices = [name for name, parameter in named.items() if parameter.ndim == 2]
         return [name for name in matrices if id(named[name]) not in ends]
     return []
 
@@ -67,25 +69,25 @@ def moments_of(optimizer: OptimizerName, parameter: Tensor) -> dict[str, torch.S
     """Return names and shapes of a parameter's checkpoint tensors."""
     blocks = -(-parameter.numel() // EIGHT_BITS_BLOCK)
     return {
-        one: torch.Size([blocks]) if one.startswith("absmax") else parameter.shape
-        for one in _MOMENTS[optimizer]
+        moment: torch.Size([blocks]) if moment.startswith("absmax") else parameter.shape
+        for moment in _MOMENTS[optimizer]
     }
 
 
 def state_of(
-    optimizer: OptimizerName, made: Any, moments: dict[str, Tensor], steps: int
+    optimizer: OptimizerName, optimizer_: Any, moments: dict[str, Tensor], steps: int
 ) -> dict[str, Any]:
     """Return the optimizer's state of a parameter after `steps` updates."""
     if optimizer == "muon":
         return dict(moments)
     if optimizer == "adamw":
         return {"step": torch.tensor(steps, dtype=torch.float32), **moments}
-    if "dynamic" not in made.name2qmap:
-        made.fill_qmap()
+    if "dynamic" not in optimizer_.name2qmap:
+        optimizer_.fill_qmap()
     device = moments["state1"].device
     tables = {
-        "qmap1": made.name2qmap["dynamic"].to(device),
-        "qmap2": made.name2qmap["udynamic"].to(device),
+        "qmap1": optimizer_.name2qmap["dynamic"].to(device),
+        "qmap2": optimizer_.name2qmap["udynamic"].to(device),
     }
     return {"step": steps, **tables, **moments}
 

@@ -53,7 +53,7 @@ class NarrowWeights:
     def widen(self, network: Any) -> None:
         """Make the network's modules compute with widened matrices."""
         for module in network.modules():
-            if any(_is_held(one) for one in module._parameters.values()):
+            if any(_is_held(parameter) for parameter in module._parameters.values()):
                 module.forward = self._widening(module, module.forward)
 
     def kept_narrow(self) -> AbstractContextManager[Any]:
@@ -77,9 +77,11 @@ class NarrowWeights:
     @contextmanager
     def _in_place_of(self, module: Any) -> Iterator[None]:
         """Shadow the module's parameters by widened instance attributes."""
-        held = {name: one for name, one in module._parameters.items() if _is_held(one)}
-        wide = {name: one.detach().to(torch.float32) for name, one in held.items()}
-        storages = {_storage(one): held[name] for name, one in wide.items()}
+        held = {
+            name: parameter for name, parameter in module._parameters.items() if _is_held(parameter)
+        }
+        wide = {name: parameter.detach().to(torch.float32) for name, parameter in held.items()}
+        storages = {_storage(tensor): held[name] for name, tensor in wide.items()}
         self._widened.update(storages)
         module.__dict__.update(wide)
         try:
@@ -87,8 +89,8 @@ class NarrowWeights:
         finally:
             for name in wide:
                 del module.__dict__[name]
-            for one in storages:
-                del self._widened[one]
+            for storage in storages:
+                del self._widened[storage]
 
     def _pack(self, tensor: Tensor) -> Tensor | _Part:
         held = self._widened.get(_storage(tensor))
@@ -108,5 +110,5 @@ def _is_held(parameter: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -53,14 +53,14 @@ class SharedMemory:
         if parameter is None or id(parameter) in self._made:
             return None  # a tied parameter stays unchanged
         key = type(module), name, parameter.shape, parameter.dtype
-        known = key in self._held
+        is_held = key in self._held
         held = self._held.setdefault(key, parameter.detach())
         memory = held.reshape(-1).view(torch.uint8).numpy()
         shared = torch.from_numpy(memory).view(held.dtype).reshape(held.shape)
-        made = torch.nn.Parameter(shared, parameter.requires_grad)
-        made._is_hf_initialized = known  # type: ignore[attr-defined]  # transformers' own word
-        self._made.add(id(made))
-        return made
+        tied = torch.nn.Parameter(shared, parameter.requires_grad)
+        tied._is_hf_initialized = is_held  # type: ignore[attr-defined]  # transformers' own word
+        self._made.add(id(tied))
+        return tied
 
 
 def build(
@@ -76,9 +76,9 @@ def build(
     try:
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
         with ExitStack() as making:
-            for one in (narrow, shared):
-                if one is not None:
-                    making.enter_context(one.registered())
+            for weights in (narrow, shared):
+                if weights is not None:
+                    making.enter_context(weights.registered())
             network = make(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise PolicyError(f"cannot build a causal LM from {assets}: {_line(error)}") from error
@@ -107,8 +107,8 @@ def _experts_in_autocast(experts: Any, hidden: Tensor, *routing: Tensor) -> Tens
     from transformers.integrations.moe import grouped_mm_experts_forward as forward
 
     if not torch.is_autocast_enabled(hidden.device.type):
-        found: Tensor = forward(experts, hidden, *routing)
-        return found
+        output: Tensor = forward(experts, hidden, *routing)
+        return output
     narrow = torch.get_autocast_dtype(hidden.device.type)
     narrowed: Any = _Narrowed(experts, narrow)
     return forward(narrowed, hidden.to(narrow), *routing).to(hidden.dtype)
@@ -133,9 +133,9 @@ def head_is_all(network: Any, device: str) -> bool:
         return False
     ids = torch.arange(_PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
-        whole = network(input_ids=ids, use_cache=False).logits
+        logits = network(input_ids=ids, use_cache=False).logits
         lean = head(network.base_model(input_ids=ids, use_cache=False)[0])
-    return torch.equal(whole, lean)
+    return torch.equal(logits, lean)
 
 
 def _line(error: Exception) -> str:

@@ -29,13 +29,13 @@ REMAINDER: Final = "remainder"
 def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Split parameters into groups: decaying ones, and vectors without decay."""
     apart = weight_decay > 0
-    kept = [one for one in parameters if apart and one.ndim <= 1]
-    decaying = [one for one in parameters if not apart or one.ndim > 1]
+    kept = [parameter for parameter in parameters if apart and parameter.ndim <= 1]
+    decaying = [parameter for parameter in parameters if not apart or parameter.ndim > 1]
     groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
-    return [one for one in groups if one["params"]]
+    return [group for group in groups if group["params"]]
 
 
 @dataclass(slots=True)
@@ -66,10 +66,16 @@ class Optimizer:
         self._kinds = [other if name in others else "adamw" for name in self._names]
         self._made: dict[OptimizerName, Any] = {}
         for kind in dict.fromkeys(("adamw", *self._kinds)):
-            own = [one for one, of in zip(self._parameters, self._kinds, strict=True) if of == kind]
+            own = [
+                parameter
+                for parameter, of in zip(self._parameters, self._kinds, strict=True)
+                if of == kind
+            ]
             groups = decay_groups(own, weight_decay)
             self._made[kind] = make_optimizer(kind, groups, betas)
-        self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
+        self._masters = Masters(
+            {name: parameter for name, parameter in parameters if name in bfloat16}
+        )
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -98,20 +104,20 @@ class Optimizer:
 
     def held(self) -> list[Any]:
         """Return all state besides the parameters."""
-        states = [one for made in self._made.values() for one in made.state.values()]
+        states = [state for optimizer in self._made.values() for state in optimizer.state.values()]
         return [*states, self._masters.remainders]
 
     def kept(self) -> KeptState:
         """Return a copy of weights and state."""
         return KeptState(
-            weights=[one.detach().clone() for one in self._parameters],
+            weights=[parameter.detach().clone() for parameter in self._parameters],
             remainders=self._masters.kept(),
             moments=[
                 {
                     name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in self._made[kind].state.get(one, {}).items()
+                    for name, value in self._made[kind].state.get(parameter, {}).items()
                 }
-                for one, kind in zip(self._parameters, self._kinds, strict=True)
+                for parameter, kind in zip(self._parameters, self._kinds, strict=True)
             ],
         )
 
@@ -120,23 +126,23 @@ class Optimizer:
         self.clear()
         self._forget()
         self._masters.go_back(kept.remainders)
-        for one, weights in zip(self._parameters, kept.weights, strict=True):
-            one.data.copy_(weights)
-        for one, kind, state in zip(self._parameters, self._kinds, kept.moments, strict=True):
+        for parameter, weights in zip(self._parameters, kept.weights, strict=True):
+            parameter.data.copy_(weights)
+        for parameter, kind, state in zip(self._parameters, self._kinds, kept.moments, strict=True):
             if state:
-                self._made[kind].state[one] = state
+                self._made[kind].state[parameter] = state
 
     @contextmanager
     def at(self, kept: KeptState) -> Iterator[None]:
         """Use the copy's weights temporarily."""
-        present = [one.data for one in self._parameters]
-        for one, weights in zip(self._parameters, kept.weights, strict=True):
-            one.data = weights
+        present = [parameter.data for parameter in self._parameters]
+        for parameter, weights in zip(self._parameters, kept.weights, strict=True):
+            parameter.data = weights
         try:
             yield
         finally:
-            for one, weights in zip(self._parameters, present, strict=True):
-                one.data = weights
+            for parameter, weights in zip(self._parameters, present, strict=True):
+                parameter.data = weights
 
     def save(self, path: Path) -> None:
         """Write the state to a safetensors file. Raises OSError."""
@@ -146,11 +152,13 @@ class Optimizer:
         """Load a state file. Raises PolicyError if it has other parameters."""
         entries = {entry.name: entry for entry in read_entries(path)}
         named = list(zip(self._names, self._parameters, self._kinds, strict=True))
-        wanted = {
-            f"{moment}/{name}" for name, one, kind in named for moment in moments_of(kind, one)
+        expected = {
+            f"{moment}/{name}"
+            for name, parameter, kind in named
+            for moment in moments_of(kind, parameter)
         }
-        wanted |= {f"{REMAINDER}/{name}" for name in self._masters.remainders}
-        if entries.keys() not in ({STEPS}, {STEPS} | wanted):
+        expected |= {f"{REMAINDER}/{name}" for name in self._masters.remainders}
+        if entries.keys() not in ({STEPS}, {STEPS} | expected):
             raise PolicyError(f"{path} is not the optimizer state of this model")
         with mapped(path) as data:
             tensors = {name: read_tensor(data, entry) for name, entry in entries.items()}
@@ -165,8 +173,8 @@ class Optimizer:
                 if value.shape != shape:
                     raise PolicyError(f"{path}: {moment} of {name!r} has shape {value.shape}")
                 moments[moment] = value.to(parameter.device)
-            made = self._made[kind]
-            made.state[parameter] = state_of(kind, made, moments, int(steps))
+            optimizer = self._made[kind]
+            optimizer.state[parameter] = state_of(kind, optimizer, moments, int(steps))
         for name, held in self._masters.remainders.items():
             value = tensors[f"{REMAINDER}/{name}"]
             if (value.shape, value.dtype) != (held.shape, held.dtype):
@@ -189,9 +197,11 @@ class Optimizer:
             if not state:
                 continue
             steps = int(state.get("step", steps))
-            sources += [tensor_source(f"{one}/{name}", state[one]) for one in own]
+            sources += [tensor_source(f"{moment}/{name}", state[moment]) for moment in own]
         assert len(sources) in (0, moments)
         if sources:
             beyond = self._masters.remainders.items()
-            sources += [tensor_source(f"{REMAINDER}/{name}", one) for name, one in beyond]
+            sources += [
+                tensor_source(f"{REMAINDER}/{name}", remainder) for name, remainder in beyond
+            ]
         return [tensor_source(STEPS, torch.tensor(steps, dtype=torch.int64)), *sources]

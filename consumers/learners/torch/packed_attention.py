@@ -90,21 +90,21 @@ def attend(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         given = (module, query, key, value, attention_mask, dropout, scaling)
-        found: tuple[Tensor, None] = sdpa_attention_forward(*given, **more)
-        return found
+        output: tuple[Tensor, None] = sdpa_attention_forward(*given, **more)
+        return output
     odd = [key for key in ("softcap", "s_aux", "position_bias") if more.get(key) is not None]
     if odd or dropout or more.get("is_causal") is False:
         raise PolicyError(f"attention with {odd[0] if odd else 'dropout, or in both directions'}")
     width, values = query.shape[-1], value.shape[-1]
-    whole = head_width(width, values)
+    full_width = head_width(width, values)
     kind, window = computed_in(query), more.get("sliding_window")
-    flat = [one.transpose(1, 2).flatten(0, 1).to(kind) for one in (query, key, value)]
-    if (width, values) != (whole, whole):
-        flat = [pad(one, (0, whole - one.shape[-1])) for one in flat]
+    flat = [states.transpose(1, 2).flatten(0, 1).to(kind) for states in (query, key, value)]
+    if (width, values) != (full_width, full_width):
+        flat = [pad(states, (0, full_width - states.shape[-1])) for states in flat]
     scale = width**-0.5 if scaling is None else scaling
     back = -1 if window is None else window - 1
-    made = (packed.kernel or varlen)(flat[0], flat[1], flat[2], packed, scale, back)
-    return made[..., :values].reshape(query.shape[0], query.shape[2], -1, values), None
+    attended = (packed.kernel or varlen)(flat[0], flat[1], flat[2], packed, scale, back)
+    return attended[..., :values].reshape(query.shape[0], query.shape[2], -1, values), None
 
 
 def head_width(width: int, values: int) -> int:
@@ -120,11 +120,11 @@ def varlen(
 
     # torch 2.11 detects grouped heads; later versions need the argument.
     call: Any = varlen_attn
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    more = {"enable_gqa": True} if told else {}
+    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    more = {"enable_gqa": True} if has_gqa else {}
     both = (cuts.starts, cuts.starts, cuts.longest, cuts.longest)  # queries, keys
-    found: Tensor = call(query, key, value, *both, scale=scale, window_size=(window, 0), **more)
-    return found
+    output: Tensor = call(query, key, value, *both, scale=scale, window_size=(window, 0), **more)
+    return output
 
 
 def plain(
@@ -132,15 +132,17 @@ def plain(
 ) -> Tensor:
     """Reference `Kernel`, sequence by sequence, for any device and type."""
     groups = query.shape[1] // key.shape[1]
-    found = []
+    outputs = []
     for start, end in zip(cuts.starts.tolist()[:-1], cuts.starts.tolist()[1:], strict=True):
         places = torch.arange(end - start, device=query.device)
         back = places[:, None] - places
-        seen = (back >= 0) & ((back <= window) | (window < 0))
-        own, *of_groups = (one[start:end].transpose(0, 1) for one in (query, key, value))
-        keys, values = (one.repeat_interleave(groups, 0) for one in of_groups)
-        found.append(scaled_dot_product_attention(own, keys, values, attn_mask=seen, scale=scale))
-    return torch.cat(found, 1).transpose(0, 1)
+        visible = (back >= 0) & ((back <= window) | (window < 0))
+        own, *of_groups = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        keys, values = (states.repeat_interleave(groups, 0) for states in of_groups)
+        outputs.append(
+            scaled_dot_product_attention(own, keys, values, attn_mask=visible, scale=scale)
+        )
+    return torch.cat(outputs, 1).transpose(0, 1)
 
 
 def goes_by_sequences(network: Any, dtype: ComputeDtype, device: str) -> bool:
@@ -190,7 +192,7 @@ def need_apart(network: Any, device: str) -> None:
 
 
 def _probe_positions() -> Tensor:
-    return torch.cat([torch.arange(one) for one in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
+    return torch.cat([torch.arange(length) for length in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
 
 
 def _sees_others(network: Any, device: torch.device, packed: Mapping[str, Any]) -> bool:
@@ -199,6 +201,8 @@ def _sees_others(network: Any, device: torch.device, packed: Mapping[str, Any]) 
     given = {"position_ids": _probe_positions().reshape(1, -1).to(device), **packed}
     with torch.no_grad():
         alone = network(input_ids=second, use_cache=False).logits
-        found = [network(input_ids=ids, use_cache=False, **one).logits for one in (given, {})]
-    apart, seen = ((one[:, _PROBE_TOKENS:] - alone).abs().max() for one in found)
-    return bool(apart > APART * seen + NOISE)
+        logits = [
+            network(input_ids=ids, use_cache=False, **options).logits for options in (given, {})
+        ]
+    apart, leaked = ((scores[:, _PROBE_TOKENS:] - alone).abs().max() for scores in logits)
+    return bool(apart > APART * leaked + NOISE)

@@ -50,8 +50,8 @@ class RoutedExperts:
         Raises PolicyError.
         """
         if routes is not None:
-            shape, wanted = tuple(routes.shape[1:]), (self.layers, self.per_token)
-            if shape != wanted or (len(routes) and int(routes.max()) >= self.experts):
+            shape, expected = tuple(routes.shape[1:]), (self.layers, self.per_token)
+            if shape != expected or (len(routes) and int(routes.max()) >= self.experts):
                 raise PolicyError(
                     f"experts of {shape[0]} layers, {shape[1]} for a token, are in the record; the"
                     f" model has {self.layers} layers of {self.experts}, and {self.per_token} each"
@@ -75,11 +75,11 @@ class RoutedExperts:
         if len(logged) != len(scores):
             raise PolicyError(f"experts of {len(logged)} tokens for {len(scores)}")
         there = logged >= 0
-        known = there[:, 0]
+        is_known = there[:, 0]
         if not torch.is_grad_enabled():
-            odd = (logged.sort(-1).values != own.sort(-1).values).any(-1) & known
+            odd = (logged.sort(-1).values != own.sort(-1).values).any(-1) & is_known
             self.differing += int(odd.sum())
-            self.seen += int(known.sum())
+            self.seen += int(is_known.sum())
         return torch.where(there, logged, own)
 
     def is_choice(self, scores: Any, count: Any) -> bool:
@@ -124,10 +124,10 @@ class BalanceLoss:
         self._function: Any = getattr(of_family, "load_balancing_loss_func", None)
         blocks = list(_sparse_blocks(network))
         routers = [
-            one
+            module
             for block in blocks
-            for one in block.modules()
-            if type(one).__name__.endswith("Router")
+            for module in block.modules()
+            if type(module).__name__.endswith("Router")
         ]
         if self._function is None or not blocks or len(routers) != len(blocks):
             raise PolicyError(
@@ -139,8 +139,8 @@ class BalanceLoss:
         self._sizes = _experts(config), int(config.num_experts_per_tok)
         self._layers = len(routers)
         self._noted: list[Tensor] | None = None
-        for one in routers:
-            one.register_forward_hook(self._note)
+        for router in routers:
+            router.register_forward_hook(self._note)
 
     def _note(self, module: Any, inputs: Any, output: Any) -> None:
         if self._noted is not None:
@@ -156,15 +156,15 @@ class BalanceLoss:
         logits: list[Tensor] = []
         self._noted = logits
         try:
-            found = logprobs()
+            result = logprobs()
         finally:  # do not record recomputation
             self._noted = None
         assert len(logits) == self._layers, "another computation interfered"
         losses = [
-            self._function(tuple(one[start:end] for one in logits), *self._sizes)
+            self._function(tuple(logit[start:end] for logit in logits), *self._sizes)
             for start, end in spans
         ]
-        return found, (torch.stack(losses) * torch.tensor(weights, device=found.device)).sum()
+        return result, (torch.stack(losses) * torch.tensor(weights, device=result.device)).sum()
 
 
 def balance_numerics(weight: float) -> dict[str, str]:
@@ -183,13 +183,13 @@ class _Choosing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        found = func(*args, **named)
+        result = func(*args, **named)
         if func not in _TOPK:
-            return found
+            return result
         scores: Any = args[0] if args else named.get("input")
         if not self._of.is_choice(scores, args[1] if len(args) > 1 else named.get("k")):
-            return found
-        choice = self._of.choice(self._number, scores, found[1])
+            return result
+        choice = self._of.choice(self._number, scores, result[1])
         return torch.return_types.topk((scores.gather(-1, choice), choice))
 
 

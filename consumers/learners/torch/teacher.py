@@ -58,20 +58,20 @@ class ModelTeacher:
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
         """See Teacher; does not wait."""
-        known = self._network.config.vocab_size
+        vocabulary = self._network.config.vocab_size
         largest = max((max(ids) for ids, _ in rows if len(ids)), default=0)
-        if largest >= known:
-            raise PolicyError(f"{self._directory} has no token {largest}: it has {known}")
+        if largest >= vocabulary:
+            raise PolicyError(f"{self._directory} has no token {largest}: it has {vocabulary}")
         options = self._options
         with deterministic(options.threads):
-            found = score_rows(
+            scored = score_rows(
                 rows,
                 self._logprobs,
                 padded_tokens_max=options.padded_tokens_max,
                 device=options.device,
             )
         yield from ()
-        return found
+        return scored
 
     def _logprobs(self, passage: Passage) -> Tensor:
         network, options = self._network, self._options

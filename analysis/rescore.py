@@ -14,19 +14,18 @@ from typing import Any, Final, Protocol
 
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.tasks.calls import (
-    EpisodeLost,
-    Forget,
-    GroupRewarded,
-    PromptCall,
-    Rewarded,
-    TaskFailed,
-)
-from dora_pipe.producers.worker.effects import (
     EnvObserved,
     EnvStep,
+    EpisodeLost,
+    Forget,
     GroupCall,
+    GroupRewarded,
+    PromptCall,
     PromptReady,
     RewardCall,
+    Rewarded,
+    SampledTurns,
+    TaskFailed,
 )
 from dora_pipe.producers.worker.scoring import turns_said
 from dora_pipe.schemas.contexts import tokens_before
@@ -224,10 +223,12 @@ class _Scoring:
                 request=trajectory.trajectory,
                 split=meta.purpose,
                 index=meta.index,
-                answer=answer_of(trajectory),
-                turns=[ids for _, ids in turns_of(trajectory.segments, trajectory.token_ids)],
-                before=tokens_before(trajectory, meta.calls[-1].start) if meta.calls else (),
-                text=meta.agent_answer,
+                sampled=SampledTurns(
+                    answer=answer_of(trajectory),
+                    turns=[ids for _, ids in turns_of(trajectory.segments, trajectory.token_ids)],
+                    before=tokens_before(trajectory, meta.calls[-1].start) if meta.calls else (),
+                ),
+                agent_answer=meta.agent_answer,
                 source=meta.source,
             )
         )
@@ -296,7 +297,7 @@ class _Scoring:
                 request=group,
                 split=meta.purpose,
                 index=meta.index,
-                completions=[turns_said(member) for member, _ in valid],
+                sampled=tuple(turns_said(member) for member, _ in valid),
                 source=meta.source,
             )
         )

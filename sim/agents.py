@@ -14,10 +14,14 @@ from random import Random
 from typing import Any, Final
 
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.tasks.calls import AgentCall as PoolCall
-from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
+    AgentCall,
     AgentEnded,
+    EpisodeLost,
+    Rewarded,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,
@@ -87,7 +91,7 @@ class AgentObserver:
 # Programs
 
 
-def program(call: PoolCall, draws: Draws) -> Program:
+def program(call: AgentCall, draws: Draws) -> Program:
     """Continue, branch and compact contexts, and call sub-agents.
 
     Raises AgentError, after a refusal in half of the cases.
@@ -139,7 +143,7 @@ def _most(chance: Random) -> int | None:
 
 @dataclass(slots=True, kw_only=True)
 class _RunningProgram:
-    call: PoolCall
+    call: AgentCall
     program: Program
     asks: dict[int, Ask] = field(default_factory=dict)
     """Calls of the round by number, in order."""
@@ -223,7 +227,7 @@ class Agents:
         self._running.clear()
         self._later.clear()
 
-    def begin(self, call: PoolCall) -> None:
+    def begin(self, call: AgentCall) -> None:
         """Start a program."""
         name = call.request
         assert name not in self._running, f"the agent of {name} runs"

@@ -8,6 +8,9 @@ A request has one call at a time. Every call gets one event, `Forget` none:
     GroupCall  -> GroupRewarded | TaskFailed
     AgentCall  -> AgentEnded | TaskFailed | EpisodeLost; replaces the prompt
 
+The worker's machine counts in token ids: `worker.ports` replaces those of a call by text before it
+reaches the pool, and adds those of the text in an event.
+
 `TaskFailed` is the fault of the call: the trajectory is invalid and a retry would not help.
 `EpisodeLost` has an external cause, also for idle episodes: the request may start again.
 
@@ -17,7 +20,7 @@ sends `Hello` or `Refused`, then one `CallAnswer` per call, in order unless it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -35,7 +38,7 @@ MESSAGE_CHARS_MAX: Final = 300
 """Limit of error messages, which are one line."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Call or event of a request."""
 
     request: str
@@ -52,7 +55,21 @@ class PromptCall(Message, frozen=True, kw_only=True):
 class EnvStep(Message, frozen=True, kw_only=True):
     """Send a model turn to the request's episode."""
 
-    turn: Turn
+    turn: Turn = Turn(text="")
+    token_ids: Sequence[int] = ()
+    """Replaced by `turn`."""
+    source: str = ""
+
+
+class SampledTurns(msgspec.Struct, frozen=True, kw_only=True):
+    """Model turns and observations of a trajectory, as token ids."""
+
+    answer: Sequence[int]
+    """Last model turn."""
+    turns: Sequence[Sequence[int]]
+    """All turns after the prompt, in order."""
+    before: Sequence[int] = ()
+    """Token ids before `answer`, if a chat template must parse it."""
 
 
 class RewardCall(Message, frozen=True, kw_only=True):
@@ -60,10 +77,15 @@ class RewardCall(Message, frozen=True, kw_only=True):
 
     split: Split
     index: int
-    text: str
-    turns: tuple[str, ...]
+    text: str = ""
+    turns: tuple[str, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     reasoning: str = ""
+    sampled: SampledTurns | None = None
+    """Replaced by `text` to `reasoning`."""
+    agent_answer: str | None = None
+    """Answer that an agent stated; becomes `text`."""
+    source: str = ""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +102,10 @@ class GroupCall(Message, frozen=True, kw_only=True):
 
     split: Split
     index: int
-    completions: tuple[Said, ...]
+    completions: tuple[Said, ...] = ()
+    sampled: tuple[SampledTurns, ...] = ()
+    """Replaced by `completions`."""
+    source: str = ""
 
 
 class AgentCall(Message, frozen=True, kw_only=True):
@@ -88,8 +113,12 @@ class AgentCall(Message, frozen=True, kw_only=True):
 
     split: Split
     index: int
-    base_url: str
-    api_key: str
+    base_url: str = ""
+    api_key: str = ""
+    """Session of the request, added by the port."""
+    source: str = ""
+    start: int = 0
+    """Number of the agent's start on this worker."""
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -107,7 +136,8 @@ class PromptReady(Message, frozen=True, kw_only=True):
     """In normal form; replaces `text`."""
     tools: tuple[dict[str, Any], ...] = ()
     replayable: bool = False
-    """See `port.Task.replayable`."""
+    """See `task.Task.replayable`."""
+    token_ids: Sequence[int] = ()
 
 
 class EnvObserved(Message, frozen=True, kw_only=True):
@@ -120,6 +150,7 @@ class EnvObserved(Message, frozen=True, kw_only=True):
     error: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     """In normal form; replaces `text`."""
+    token_ids: Sequence[int] = ()
 
 
 class Rewarded(Message, frozen=True, kw_only=True):

@@ -26,8 +26,7 @@
     EncodeProgress    CodecPort     ProgressEncoded, EncodeFailed                  the loop
 
 EngineFailed may replace any engine event. A request key (`request.key_of`) includes the attempt, so
-events of an abandoned attempt never match the next one. Names follow `tasks.calls`, with token ids
-in place of text.
+events of an abandoned attempt never match the next one. `tasks.calls` defines those of tasks.
 """
 
 from __future__ import annotations
@@ -44,14 +43,20 @@ from dora_pipe.producers.engines.engine import (
     TokensSampled,
 )
 from dora_pipe.producers.tasks.calls import (
+    AgentCall,
+    AgentEnded,
+    EnvObserved,
+    EnvStep,
     EpisodeLost,
     Forget,
+    GroupCall,
     GroupRewarded,
     PromptCall,
+    PromptReady,
+    RewardCall,
     Rewarded,
     TaskFailed,
 )
-from dora_pipe.producers.tasks.task import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
@@ -65,87 +70,7 @@ class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
     request: str
 
 
-# Tasks
-
-
-class PromptReady(OfRequest, frozen=True, kw_only=True):
-    """Prompt of a request; with `episode`, its turns go to an environment."""
-
-    token_ids: Sequence[int]
-    episode: bool
-    replayable: bool = False
-    """See `tasks.task.Task.replayable`."""
-
-
-class EnvStep(OfRequest, frozen=True, kw_only=True):
-    """Send a model turn to the request's episode."""
-
-    token_ids: Sequence[int]
-    source: str = ""
-
-
-class EnvObserved(OfRequest, frozen=True, kw_only=True):
-    """Answer of the environment; see `tasks.task.Observation`."""
-
-    token_ids: Sequence[int]
-    done: bool
-    tool: str
-    ok: bool
-    error: str = ""
-
-
-class RewardCall(OfRequest, frozen=True, kw_only=True):
-    """Compute the reward of a finished trajectory."""
-
-    split: Split
-    index: int
-    answer: Sequence[int]
-    turns: Sequence[Sequence[int]]
-    """All turns after the prompt, in order."""
-    before: Sequence[int] = ()
-    """For agents: token ids before `answer`."""
-    text: str | None = None
-    """For agents: replaces `answer`."""
-    source: str = ""
-
-
-class SampledTurns(msgspec.Struct, frozen=True, kw_only=True):
-    """Turns of one trajectory of a `GroupCall`; see `RewardCall`."""
-
-    answer: Sequence[int]
-    turns: Sequence[Sequence[int]]
-    before: Sequence[int]
-
-
-class GroupCall(OfRequest, frozen=True, kw_only=True):
-    """Score the trajectories of a group together."""
-
-    split: Split
-    index: int
-    completions: Sequence[SampledTurns]
-    source: str = ""
-
-
-# Agents: requests whose source is one (`WorkerSetup.agents`)
-
-
-class AgentCall(OfRequest, frozen=True, kw_only=True):
-    """Run the agent on its row. After a loss it is called again, and identical calls are answered
-    from the record."""
-
-    split: Split
-    index: int
-    source: str = ""
-    start: int = 0
-
-
-class AgentEnded(OfRequest, frozen=True, kw_only=True):
-    """The agent has returned and makes no more calls."""
-
-    rewarded: Rewarded | None = None
-    """Reward given by the agent; None: a `RewardCall` follows."""
-    text: str | None = None
-    """Answer stated by the agent; None: the last model turn."""
+# Sessions of agents: requests whose source is one (`WorkerSetup.agents`)
 
 
 class OpenSession(OfRequest, frozen=True, kw_only=True):

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from dora_pipe.core.pure.machine import Now
-from dora_pipe.producers.tasks.calls import EpisodeLost, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     EnvObserved,
-    ProgressFetched,
+    EpisodeLost,
     PromptReady,
+    TaskFailed,
 )
+from dora_pipe.producers.worker.effects import ProgressFetched
 from dora_pipe.producers.worker.request import (
     Phase,
     RequestState,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 from dora_pipe.core.errors import (
     PolicyError,
     reason,
@@ -23,27 +25,33 @@ from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.sessions.addresses import Addresses
-from dora_pipe.producers.tasks import calls
-from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
+from dora_pipe.producers.tasks.calls import (
+    AgentCall,
+    EnvObserved,
+    EnvStep,
+    Forget,
+    GroupCall,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    Said,
+    SampledTurns,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+    one_line,
+)
 from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.producers.worker.effects import (
-    AgentCall,
-    AgentEnded,
     DropKv,
     EncodeFailed,
     EncodeProgress,
     EncodeTrajectory,
-    EnvObserved,
-    EnvStep,
     FetchKv,
-    GroupCall,
     KvFetched,
     KvPut,
     ProgressEncoded,
-    PromptReady,
     PutKv,
-    RewardCall,
-    SampledTurns,
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
@@ -87,11 +95,8 @@ class TextCodec(Protocol):
         """Raises TaskError for text that is a rendered conversation."""
 
 
-TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall | Forget
-
-
 class TaskPort:
-    """Translates between text or messages of tasks and token ids.
+    """Replaces token ids of calls by text or messages, and adds those of events.
 
     A request with messages has a conversation until its reward call or its end.
     """
@@ -120,7 +125,7 @@ class TaskPort:
             Forget: Handler(do=self._forget, failed=unanswered),
         }
 
-    def start(self, effect: TaskEffect) -> None:
+    def start(self, effect: TaskCall | Forget) -> None:
         self._failures += run_effect(self._handlers, effect)
 
     def poll(self) -> list[Any]:
@@ -152,7 +157,7 @@ class TaskPort:
             turn = Turn(text=self._text(effect.token_ids))
         else:
             turn = conversation.say(effect.token_ids)
-        self._tasks.start(calls.EnvStep(request=effect.request, turn=turn))
+        self._tasks.start(replace(effect, turn=turn, token_ids=()))
         yield from ()
 
     def _text(self, token_ids: Sequence[int]) -> str:
@@ -161,97 +166,68 @@ class TaskPort:
     def _run_agent(self, effect: AgentCall) -> Iterator[Any]:
         assert self._addresses is not None, "a source with an agent has an endpoint"
         address = self._addresses.of(effect.request, effect.start)
-        call = calls.AgentCall(
-            request=effect.request,
-            split=effect.split,
-            index=effect.index,
-            base_url=address.base_url,
-            api_key=address.api_key,
-        )
-        self._tasks.start(call)
+        self._tasks.start(replace(effect, base_url=address.base_url, api_key=address.api_key))
         yield from ()
 
     def _score(self, effect: RewardCall) -> Iterator[Any]:
         conversation = self._conversations.pop(effect.request, None)
+        sampled = effect.sampled
+        assert sampled is not None, "the machine scores token ids"
         messages: tuple[dict[str, Any], ...] = ()
         reasoning = ""
-        answer = self._text(effect.answer)
-        single = len(effect.turns) == 1
-        turns = (answer,) if single else tuple(map(self._text, effect.turns))
-        if effect.text is not None:
-            answer = effect.text
+        answer = self._text(sampled.answer)
+        single = len(sampled.turns) == 1
+        turns = (answer,) if single else tuple(map(self._text, sampled.turns))
+        if effect.agent_answer is not None:
+            answer = effect.agent_answer
         elif self._addresses is not None and self._chat is not None:
-            turn = self._chat.parse(effect.answer, effect.before, ())
+            turn = self._chat.parse(sampled.answer, sampled.before, ())
             answer, reasoning = turn.text, turn.reasoning
         if conversation is not None:
-            if (len(effect.turns) + 1) // 2 > conversation.turns:  # The last turn was not answered.
-                conversation.say(effect.answer)
+            if (len(sampled.turns) + 1) // 2 > conversation.turns:  # the last was not answered
+                conversation.say(sampled.answer)
             answer, reasoning = conversation.text, conversation.reasoning
             messages = conversation.messages()
-        call = calls.RewardCall(
-            request=effect.request,
-            split=effect.split,
-            index=effect.index,
+        call = replace(
+            effect,
             text=answer,
             turns=turns,
             messages=messages,
             reasoning=reasoning,
+            sampled=None,
+            agent_answer=None,
         )
         self._tasks.start(call)
         yield from ()
 
     def _score_group(self, effect: GroupCall) -> Iterator[Any]:
-        call = calls.GroupCall(
-            request=effect.request,
-            split=effect.split,
-            index=effect.index,
-            completions=tuple(map(self._said, effect.completions)),
-        )
-        self._tasks.start(call)
+        completions = tuple(map(self._said, effect.sampled))
+        self._tasks.start(replace(effect, completions=completions, sampled=()))
         yield from ()
 
-    def _said(self, one: SampledTurns) -> calls.Said:
+    def _said(self, one: SampledTurns) -> Said:
         turns = tuple(map(self._text, one.turns))
         if self._chat is None:
-            return calls.Said(text=self._text(one.answer), turns=turns)
+            return Said(text=self._text(one.answer), turns=turns)
         turn = self._chat.parse(one.answer, one.before, ())
-        return calls.Said(text=turn.text, turns=turns, turn=turn)
+        return Said(text=turn.text, turns=turns, turn=turn)
 
     def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
         forgotten = run_effect(self._handlers, Forget(request=effect.request))
-        message = calls.one_line(reason(error))
+        message = one_line(reason(error))
         failed = TaskFailed(request=effect.request, error=type(error).__name__, message=message)
         return [*forgotten, failed]
 
     def _translated(self, event: TaskEvent) -> Iterator[Any]:
-        if isinstance(event, calls.PromptReady):
-            ids = self._prompt_ids(event)
-            yield PromptReady(
-                request=event.request,
-                token_ids=ids,
-                episode=event.episode,
-                replayable=event.replayable,
-            )
-        elif isinstance(event, calls.EnvObserved):
-            yield EnvObserved(
-                request=event.request,
-                token_ids=self._observed_ids(event),
-                done=event.done,
-                tool=event.tool,
-                ok=event.ok,
-                error=event.error,
-            )
-        elif isinstance(event, calls.AgentEnded):
-            yield AgentEnded(
-                request=event.request,
-                rewarded=event.rewarded,
-                text=event.text,
-            )
+        if isinstance(event, PromptReady):
+            yield replace(event, token_ids=self._prompt_ids(event))
+        elif isinstance(event, EnvObserved):
+            yield replace(event, token_ids=self._observed_ids(event))
         else:
             self._conversations.pop(event.request, None)
             yield event
 
-    def _prompt_ids(self, event: calls.PromptReady) -> Sequence[int]:
+    def _prompt_ids(self, event: PromptReady) -> Sequence[int]:
         self._conversations.pop(event.request, None)
         prompt = prompt_of(event, self._texts, self._chat)
         if not isinstance(prompt, Conversation):
@@ -259,7 +235,7 @@ class TaskPort:
         self._conversations[event.request] = prompt
         return prompt.prompt_ids
 
-    def _observed_ids(self, event: calls.EnvObserved) -> list[int]:
+    def _observed_ids(self, event: EnvObserved) -> list[int]:
         conversation = self._conversations.get(event.request)
         if conversation is None:
             return self._texts.ids(event.text)
@@ -268,7 +244,7 @@ class TaskPort:
 
 
 def prompt_of(
-    event: calls.PromptReady, texts: TextCodec, chat: Chat | None
+    event: PromptReady, texts: TextCodec, chat: Chat | None
 ) -> Conversation | Sequence[int]:
     """Return a prompt as a conversation or token ids. Raises TaskError, PolicyError or
     ConfigError."""
@@ -291,7 +267,7 @@ class TaskPorts:
         self._of = ports
         self._ports = list({id(port): port for port in ports.values()}.values())
 
-    def start(self, effect: TaskEffect) -> None:
+    def start(self, effect: TaskCall | Forget) -> None:
         self._of[effect.source].start(effect)
 
     def poll(self) -> list[Any]:

@@ -30,7 +30,18 @@ from typing import Final
 from dora_pipe.core.pure.machine import Now, Publish, Published
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    EpisodeLost,
+    Forget,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    Rewarded,
+    SampledTurns,
+    TaskFailed,
+)
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EncodeTrajectory,
@@ -38,17 +49,13 @@ from dora_pipe.producers.worker.effects import (
     EngineExport,
     EngineExported,
     EngineStarted,
-    EnvObserved,
-    EnvStep,
     FetchKv,
     FetchProgress,
     KvFetched,
     KvPut,
     ProgressEncoded,
     ProgressFetched,
-    PromptReady,
     PutKv,
-    RewardCall,
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import label_of
@@ -320,10 +327,12 @@ class Requests(ProgressRecords):
                 request=request.key,
                 split=spec.purpose,
                 index=spec.index,
-                answer=sequence.answer() if answer is None else answer,
-                turns=sequence.turns(),
-                before=before,
-                text=text,
+                sampled=SampledTurns(
+                    answer=sequence.answer() if answer is None else answer,
+                    turns=sequence.turns(),
+                    before=before,
+                ),
+                agent_answer=text,
                 source=spec.source,
             )
         )

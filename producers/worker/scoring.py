@@ -20,8 +20,15 @@ from dora_pipe.core.pure.machine import Now
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.pure.wait_tracker import PendingWait
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.tasks.calls import Forget, GroupRewarded, TaskFailed, one_line
-from dora_pipe.producers.worker.effects import FetchGroup, GroupCall, GroupFetched, SampledTurns
+from dora_pipe.producers.tasks.calls import (
+    Forget,
+    GroupCall,
+    GroupRewarded,
+    SampledTurns,
+    TaskFailed,
+    one_line,
+)
+from dora_pipe.producers.worker.effects import FetchGroup, GroupFetched
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.resume import CHAIN_TIMEOUT_NS, Reading
 from dora_pipe.schemas.control import (
@@ -157,7 +164,7 @@ def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) 
         request=key,
         split=spec.purpose,
         index=spec.index,
-        completions=[turns_said(one) for one in trajectories],
+        sampled=tuple(map(turns_said, trajectories)),
         source=spec.source,
     )
 

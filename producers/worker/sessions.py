@@ -25,10 +25,14 @@ import msgspec
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.engines.engine import RequestFinished
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     AgentCall,
     AgentEnded,
+    EpisodeLost,
+    Forget,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     EncodeFailed,

@@ -10,20 +10,24 @@ from typing import Any, Final
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
-from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     AgentEnded,
+    EnvObserved,
+    EpisodeLost,
+    PromptReady,
+    Rewarded,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
     CallAsked,
     DropKv,
     EncodeFailed,
     EngineExported,
     EngineStarted,
-    EnvObserved,
     KvFetched,
     KvPut,
     ProgressEncoded,
     ProgressFetched,
-    PromptReady,
     RequestEvent,
     TrajectoryEncoded,
 )

@@ -33,9 +33,19 @@ from dora_pipe.orchestrator.snapshots import Body, SnapshotPort, WriteSnapshot
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimPort
 from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sessions.addresses import Addresses
-from dora_pipe.producers.tasks.calls import EnvObserved, Forget, PromptCall, PromptReady, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     AgentCall,
+    EnvObserved,
+    EnvStep,
+    Forget,
+    GroupCall,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    SampledTurns,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
     DropKv,
     DropWeights,
     EncodeFailed,
@@ -47,11 +57,9 @@ from dora_pipe.producers.worker.effects import (
     EngineExported,
     EngineFailed,
     EngineStarted,
-    EnvStep,
     FetchGroup,
     FetchKv,
     FetchProgress,
-    GroupCall,
     GroupFetched,
     KvFetched,
     KvPut,
@@ -59,8 +67,6 @@ from dora_pipe.producers.worker.effects import (
     LoadWeights,
     ProgressFetched,
     PutKv,
-    RewardCall,
-    SampledTurns,
     Sleep,
 )
 from dora_pipe.producers.worker.engine_port import EnginePort
@@ -202,10 +208,10 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
             Case(PromptCall(request="a", split="train", index=0), (TaskFailed,)),
             Case(EnvStep(request="a", token_ids=[1]), (TaskFailed,)),
             Case(
-                RewardCall(request="a", split="train", index=0, answer=[1], turns=[[1]]),
+                RewardCall(request="a", split="train", index=0, sampled=SAID),
                 (TaskFailed,),
             ),
-            Case(GroupCall(request="a", split="train", index=0, completions=[SAID]), (TaskFailed,)),
+            Case(GroupCall(request="a", split="train", index=0, sampled=(SAID,)), (TaskFailed,)),
             Case(AgentCall(request="a", split="train", index=0), (TaskFailed,)),
             Case(Forget(request="a"), ()),
         ],

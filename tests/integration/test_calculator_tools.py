@@ -12,10 +12,17 @@ from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calculator import CHAT_TEMPLATE, ROLES, WORDS
-from dora_pipe.producers.tasks.calls import PromptCall, Rewarded
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    Rewarded,
+    SampledTurns,
+)
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import open_task
-from dora_pipe.producers.worker.effects import EnvObserved, EnvStep, PromptReady, RewardCall
 from dora_pipe.producers.worker.ports import TaskPort
 from tests.support.task_pool import DEADLINE_S
 from tests.support.tidy import ROOT
@@ -67,7 +74,8 @@ def test_an_episode_of_calls_goes_from_ids_to_ids(port: TaskPort, tokenizer: Tok
     turns.append([*tokenizer.ids(f"answer {total}"), 2])
     observed = ask(port, EnvStep(request="a", token_ids=turns[-1]))
     assert (observed.done, list(observed.token_ids)) == (True, [])
-    scored = RewardCall(request="a", split="train", index=0, answer=turns[-1], turns=turns)
+    sampled = SampledTurns(answer=turns[-1], turns=turns)
+    scored = RewardCall(request="a", split="train", index=0, sampled=sampled)
     assert ask(port, scored) == Rewarded(request="a", reward=1.0, raw=None, parts={})
 
 

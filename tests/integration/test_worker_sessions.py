@@ -18,8 +18,12 @@ from hypothesis import strategies as st
 
 from dora_pipe.audit.replay_trajectory import generate_again
 from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
-from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
-from dora_pipe.producers.worker.effects import AgentCall
+from dora_pipe.producers.tasks.calls import (
+    AgentCall,
+    RewardCall,
+    Rewarded,
+    TaskFailed,
+)
 from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, WorkerSetup
 from dora_pipe.producers.worker.sessions import CALLS_OPEN_MAX
 from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from dora_pipe.producers.engines.engine import EngineEvent, EngineRequest, Exported, TokensSampled
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     AgentCall,
     AgentEnded,
+    EpisodeLost,
+    Rewarded,
+)
+from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,

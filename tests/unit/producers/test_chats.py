@@ -18,12 +18,14 @@ from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
+    EnvStep,
     PromptCall,
     PromptReady,
+    RewardCall,
+    SampledTurns,
     TaskFacts,
     TaskFailed,
 )
-from dora_pipe.producers.worker import effects
 from dora_pipe.producers.worker.chats import chat_options, chats_of, digest_of, recorded_chats
 from dora_pipe.producers.worker.ports import TaskPort
 from tests.support.chat_models import CHATML, write_chat_model
@@ -164,14 +166,13 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     port.start(PromptCall(request="r", split="train", index=0))
     assert len(port.poll()) == 1
     first, last = tokenizer.ids("three"), [*tokenizer.ids("3"), end]
-    port.start(effects.EnvStep(request="r", token_ids=first))
-    (trajectory,) = port.poll()
-    assert tokenizer.full_text(trajectory.token_ids) == (
+    port.start(EnvStep(request="r", token_ids=first))
+    (observed,) = port.poll()
+    assert tokenizer.full_text(observed.token_ids) == (
         "<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
     )
-    asked = effects.RewardCall(
-        request="r", split="train", index=0, answer=last, turns=[first, trajectory.token_ids, last]
-    )
+    sampled = SampledTurns(answer=last, turns=[first, observed.token_ids, last])
+    asked = RewardCall(request="r", split="train", index=0, sampled=sampled)
     port.start(asked)
     call = pool.seen[-1]
     assert [message["content"] for message in call.messages] == [  # type: ignore[union-attr]
@@ -182,5 +183,6 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
         "3x",
     ]
     port.poll()
-    port.start(effects.RewardCall(request="r", split="train", index=0, answer=last, turns=[last]))
+    sampled = SampledTurns(answer=last, turns=[last])
+    port.start(RewardCall(request="r", split="train", index=0, sampled=sampled))
     assert pool.seen[-1].messages == ()  # type: ignore[union-attr]

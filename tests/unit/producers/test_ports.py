@@ -20,18 +20,22 @@ from dora_pipe.producers.engines.engine import (
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.sessions.addresses import Addresses
-from dora_pipe.producers.tasks import calls
-from dora_pipe.producers.tasks.calls import Forget, PromptCall
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    Forget,
+    PromptCall,
+    RewardCall,
+    SampledTurns,
+)
 from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,
     EngineExport,
     EngineStarted,
-    EnvStep,
     LoadFailed,
     LoadWeights,
-    RewardCall,
 )
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.ports import TaskPort, TaskPorts
@@ -224,10 +228,9 @@ def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
     tasks = InlineTasks()
     addresses = Addresses(host="127.0.0.1", port=1, secret=b"secret")
     port = TaskPort(tasks, Numbers(), Reader(), addresses)  # type: ignore[arg-type]
-    port.start(
-        RewardCall(request="a", split="train", index=0, answer=[8], before=[5, 6], turns=[[8]])
-    )
-    assert isinstance(tasks.seen[-1], calls.RewardCall)
+    sampled = SampledTurns(answer=[8], before=[5, 6], turns=[[8]])
+    port.start(RewardCall(request="a", split="train", index=0, sampled=sampled))
+    assert isinstance(tasks.seen[-1], RewardCall)
     assert tasks.seen[-1].text == "[5, 6] [8]"
 
 
@@ -243,6 +246,6 @@ def test_calls_go_to_the_pool_of_their_source_and_pools_may_serve_several() -> N
     router.start(EnvStep(request="a", token_ids=[8], source="train/a"))
     router.start(Forget(request="c", source="eval/b"))
     assert (len(first.seen), second.forgotten) == (2, ["c"])
-    second.events.append(calls.EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
+    second.events.append(EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
     assert (router.busy, [event.request for event in router.poll()]) == (True, ["a", "b"])
     router.close()

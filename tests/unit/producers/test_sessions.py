@@ -10,10 +10,16 @@ import pytest
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
-from dora_pipe.producers.worker.effects import (
+from dora_pipe.producers.tasks.calls import (
     AgentCall,
     AgentEnded,
+    EpisodeLost,
+    Forget,
+    RewardCall,
+    Rewarded,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,
@@ -25,7 +31,6 @@ from dora_pipe.producers.worker.effects import (
     OpenSession,
     ProgressEncoded,
     RefuseCall,
-    RewardCall,
 )
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase
@@ -174,8 +179,8 @@ def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
     driver = called(7)
     closed, reward = driver.give(AgentEnded(request=KEY))
     assert closed == CloseSession(request=KEY, source="train")
-    assert isinstance(reward, RewardCall)
-    assert (list(reward.before), list(reward.answer)) == ([1, 2], [7])
+    assert isinstance(reward, RewardCall) and reward.sampled is not None
+    assert (list(reward.sampled.before), list(reward.sampled.answer)) == ([1, 2], [7])
     assert driver.ask(1, [1, 2, 7]) == []
     assert driver.requests.counts["calls too late"] == 1
     driver.give(Rewarded(request=KEY, reward=1.0, raw=None, parts={}))
@@ -251,6 +256,6 @@ def test_answer_that_is_scored_is_the_one_that_the_record_has_last() -> None:
     driver.ask(2, [1, 2, 7])
     driver.ask(3, [1, 2])
     _, reward = driver.give(AgentEnded(request=KEY))
-    assert isinstance(reward, RewardCall)
+    assert isinstance(reward, RewardCall) and reward.sampled is not None
     record = trajectory_of(driver.requests.by_key[KEY], driver.requests.setup)
-    assert list(reward.answer) == answer_of(record) == [8]
+    assert list(reward.sampled.answer) == answer_of(record) == [8]

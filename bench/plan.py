@@ -36,8 +36,8 @@ from dora_pipe.core.loop.runtime import BUS_TURN_NS
 from dora_pipe.core.pure.machine import CaughtUp, Now, Published
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.role import Tidying, settle_memory
-from dora_pipe.orchestrator.snapshots import SnapshotPort
+from dora_pipe.orchestrator.process.role import Tidying, settle_memory
+from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.schemas.control import (
     Control,

@@ -50,7 +50,7 @@ from dora_pipe.launch.run_dir import (
 )
 from dora_pipe.observe.lineage import newest_version
 from dora_pipe.orchestrator.planner import PLANNER
-from dora_pipe.orchestrator.snapshots import candidates
+from dora_pipe.orchestrator.process.snapshot_files import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool

@@ -136,7 +136,12 @@ def orchestrator(
 ) -> None:
     """Run the orchestrator until the run ends. `first` is the record of a new run."""
     from dora_pipe.orchestrator.curriculum import Samplers
-    from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator, settle_memory
+    from dora_pipe.orchestrator.process.role import (
+        Instance,
+        Trimmed,
+        run_orchestrator,
+        settle_memory,
+    )
 
     samplers = Samplers.load(config)
     settle_memory()

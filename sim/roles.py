@@ -1,6 +1,6 @@
 """Start of production's machines without processes.
 
-Mirrors `orchestrator.role`, `consumers.trainer.role` and `producers.worker.role`.
+Mirrors `orchestrator.process.role`, `consumers.trainer.role` and `producers.worker.role`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers, has_curriculum
 from dora_pipe.orchestrator.planner import PLANNER
-from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.orchestrator.process.role import Instance, start_machine
 from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.role import params_by_source, turns_by_source, worker_setup

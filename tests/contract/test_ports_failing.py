@@ -29,8 +29,10 @@ from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.orchestrator.snapshots import Body, SnapshotPort, WriteSnapshot
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimPort
+from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
+from dora_pipe.orchestrator.process.trim_port import TrimPort
+from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot
+from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks.calls import (

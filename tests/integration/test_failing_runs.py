@@ -8,7 +8,7 @@ from dora_pipe.audit.auditor import audit
 from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.why import why_now
-from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.orchestrator.process.recovery import recover
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode

@@ -13,7 +13,7 @@ import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.launch.run_dir import opened
-from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.schemas.control import GroupScored, StepCommitted, TrajectoriesLogged
 from dora_pipe.schemas.rounds import ScoreGroup
 from dora_pipe.schemas.trajectory_codec import decode_trajectory

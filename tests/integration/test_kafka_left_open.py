@@ -23,7 +23,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.orchestrator.role import Instance, run_orchestrator
+from dora_pipe.orchestrator.process.role import Instance, run_orchestrator
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

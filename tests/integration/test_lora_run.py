@@ -13,7 +13,7 @@ from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
-from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params

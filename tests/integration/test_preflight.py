@@ -23,7 +23,8 @@ from dora_pipe.launch import plan
 from dora_pipe.launch.plan import check_data, check_log, run_started
 from dora_pipe.launch.run import load_again
 from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
-from dora_pipe.orchestrator.snapshots import body_of, file_bytes
+from dora_pipe.orchestrator.process.snapshot_files import file_bytes
+from dora_pipe.orchestrator.snapshots import body_of
 from dora_pipe.orchestrator.state import State
 from tests.support.command_line import Call
 from tests.support.device import has_gpu

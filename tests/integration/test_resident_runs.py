@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.entries import Moment
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.orchestrator.recovery import fold_log, read_rounds
+from dora_pipe.orchestrator.process.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Migrate, Schedule
 from tests.support.cluster import Cluster, SimulatedParts, make_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.launch.run_dir import opened
-from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec
 from tests.support.user_run import CONFIG, WAIT_S, assert_clean, call, furnish, start, steps, until
 

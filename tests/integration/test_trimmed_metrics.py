@@ -23,7 +23,7 @@ from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.ledger.statuses import read_statuses
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.waits import summarise
-from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.orchestrator.process.recovery import recover
 from dora_pipe.schemas.metrics import WorkerStatus, merged
 from tests.support.bus_harness import log_in_memory
 from tests.support.command_line import Call, caller

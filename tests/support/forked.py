@@ -45,7 +45,7 @@ ALSO: Final = (
     "dora_pipe.cli.app",
     "dora_pipe.cli.replay",
     "dora_pipe.launch.run",
-    "dora_pipe.orchestrator.role",
+    "dora_pipe.orchestrator.process.role",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 )

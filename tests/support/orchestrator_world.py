@@ -22,7 +22,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.orchestrator.process.role import Instance, start_machine
 from dora_pipe.schemas.control import AnyControl, StepCommitted, WorkerJoined
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import (

@@ -86,7 +86,7 @@ def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
 
 def _orchestrator(directory: RunDir) -> None:
     from dora_pipe.orchestrator.curriculum import Samplers
-    from dora_pipe.orchestrator.role import Instance, run_orchestrator
+    from dora_pipe.orchestrator.process.role import Instance, run_orchestrator
 
     first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
     config, topics, injector, clock = _rigged(directory, local_roles.ORCHESTRATOR)

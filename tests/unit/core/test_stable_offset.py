@@ -13,7 +13,7 @@ from dora_pipe.core.errors import BusError
 from dora_pipe.core.loop.run_lifecycle import LOOK_S, await_stable_offset
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.pure.records import Append, TopicPartition
-from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.orchestrator.process.role import Instance, start_machine
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

@@ -18,7 +18,7 @@ from dora_pipe.observe.run_stats import Histogram, RunStats, evaluation_words
 from dora_pipe.observe.top import frame, summaries_of
 from dora_pipe.observe.waits import waits_of
 from dora_pipe.orchestrator.fold import fold_round
-from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.rounds import NO_VERSION, End, EndSamples, Fence, SampleOutcome, TakeBatch

@@ -7,7 +7,7 @@ from pathlib import Path
 from dora_pipe.ledger.statuses import read_statuses
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.why import why_now
-from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.schemas.metrics import OrchestratorStatus, TrainerStatus
 from dora_pipe.schemas.rounds import TakePart
 from tests.support.cluster import TICK_NS, Cluster, make_config

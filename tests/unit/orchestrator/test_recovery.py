@@ -10,8 +10,8 @@ from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.core.errors import Fenced, InvariantBroken, LogTruncated, SchemaError, UsageError
 from dora_pipe.core.pure.records import Append, TopicPartition
-from dora_pipe.orchestrator.recovery import fold_log, read_rounds, recover
-from dora_pipe.orchestrator.role import Instance, run_orchestrator
+from dora_pipe.orchestrator.process.recovery import fold_log, read_rounds, recover
+from dora_pipe.orchestrator.process.role import Instance, run_orchestrator
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RoleStarted, RunStarted, decode_control
 from dora_pipe.schemas.rounds import StopRun

@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.orchestrator.fold import fold_round
-from dora_pipe.orchestrator.recovery import read_rounds, recover
-from dora_pipe.orchestrator.snapshots import (
-    Body,
-    SnapshotPort,
-    WriteSnapshot,
-    body_of,
-    snapshots_in,
-    write,
-)
+from dora_pipe.orchestrator.process.recovery import read_rounds, recover
+from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort, snapshots_in, write
+from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World
@@ -147,7 +141,7 @@ def test_slow_disk_leaves_snapshots_out_and_no_round_waits(
         written.append(effect.offset)
         return folder
 
-    monkeypatch.setattr("dora_pipe.orchestrator.snapshots.write", slow)
+    monkeypatch.setattr("dora_pipe.orchestrator.process.snapshot_files.write", slow)
     port = SnapshotPort(tmp_path, "r")
     port.start(WriteSnapshot(offset=1, digest="", body=Body(head=b"")))
     assert begun.wait(30)

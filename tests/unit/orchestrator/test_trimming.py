@@ -19,16 +19,14 @@ from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator import trimming
-from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.orchestrator.process.role import Instance, start_machine
+from dora_pipe.orchestrator.process.trim_port import GRAIN, TrimPort, cut_of
 from dora_pipe.orchestrator.trimming import (
-    GRAIN,
     GUARD_NS_MIN,
     TRIM_EVERY_NS,
     MetricsTrimmed,
     TrimMetrics,
-    TrimPort,
     TrimSchedule,
-    cut_of,
 )
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus
 from dora_pipe.schemas.topics import Topics

@@ -21,7 +21,7 @@ from dora_pipe.orchestrator.fold import apply_observation, close_round
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.moving import MOVES_MAX
 from dora_pipe.orchestrator.planner import decide, plan
-from dora_pipe.orchestrator.recovery import read_rounds, recover
+from dora_pipe.orchestrator.process.recovery import read_rounds, recover
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.staleness import feasible
 from dora_pipe.orchestrator.state import OPEN_TIMES, State

@@ -17,7 +17,8 @@ from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.fold import fold_round
-from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log
+from dora_pipe.orchestrator.process.snapshot_files import candidates
+from dora_pipe.orchestrator.snapshots import Snapshot, fits_log
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.rounds import Round, decode_round

@@ -22,10 +22,11 @@ from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.recovery import recover
-from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, SnapshotPort
+from dora_pipe.orchestrator.process.recovery import recover
+from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
+from dora_pipe.orchestrator.process.trim_port import TrimPort
+from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.trimming import TrimPort
 from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

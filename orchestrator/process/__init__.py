@@ -1,0 +1,1 @@
+"""Process of the orchestrator: reading the log, files, and the loop around its machine."""

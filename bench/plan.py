@@ -32,8 +32,7 @@ from dora_pipe.bench.records import (
 from dora_pipe.bench.support import emit_figures
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.config.model import Config
-from dora_pipe.core.loop.runtime import BUS_TURN_NS
-from dora_pipe.core.pure.machine import CaughtUp, Now, Published
+from dora_pipe.core.pure.machine import BUS_TURN_NS, CaughtUp, Now, Published
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.process.role import Tidying, settle_memory

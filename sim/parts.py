@@ -59,8 +59,7 @@ from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
-from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.scoring import GroupPort
+from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
 from dora_pipe.schemas.control import DataSet, RunStarted
 from dora_pipe.schemas.metrics import Cost, FailingServer
 from dora_pipe.schemas.policy import Manifest

@@ -14,7 +14,7 @@ from dora_pipe.bench.dataplane.process import WARM, Done, Inside, Publish
 from dora_pipe.bench.dataplane.source import Source, encoded
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.model import Bus as Section
-from dora_pipe.core.loop.runtime import BUS_TURN_NS
+from dora_pipe.core.pure.machine import BUS_TURN_NS
 from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation

@@ -31,6 +31,7 @@ from dora_pipe.core.errors import BusError
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.machine import (
+    BUS_TURN_NS,
     CaughtUp,
     HeldBack,
     Machine,
@@ -44,11 +45,6 @@ from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.metrics import Cost
 
 LOG = logging.getLogger(__name__)
-
-BUS_TURN_NS: Final = 100_000_000
-"""Time between reads and appends: a durable append costs the same for one record as for ten. 200 ms
-would cost a third of a small run's throughput, because a step is a chain of six turns."""
-
 
 KEPT_EVERY_NS: Final = 1_000_000_000
 """Time between checks for deleted records."""

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dora_pipe.core.loop.runtime import BUS_TURN_NS
 from dora_pipe.core.pure.machine import (
+    BUS_TURN_NS,
     CaughtUp,
     HeldBack,
     Now,

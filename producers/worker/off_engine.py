@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from dora_pipe.core.loop.runtime import BUS_TURN_NS
+from dora_pipe.core.pure.machine import BUS_TURN_NS
 
 AVERAGED_NS: Final = 10 * BUS_TURN_NS
 """Time constant: a value this old has weight 1/e."""

@@ -1,31 +1,15 @@
-"""Progress records of requests that another worker began."""
+"""Checks of progress records of requests that another worker began."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final
+from collections.abc import Sequence
 
-from dora_pipe.bus.bus import Bus, Reader
-from dora_pipe.core.errors import BusError, SchemaError, reason
-from dora_pipe.core.loop.effect_runner import attempt
-from dora_pipe.core.loop.retry import FINAL_ERRORS
-from dora_pipe.core.loop.runtime import Meter
-from dora_pipe.core.pure.records import Record, TopicPartition
-from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, TurnProgress
-from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress
-
-CHAIN_MAX: Final = 4096
-
-CHAIN_TIMEOUT_NS: Final = 10_000_000_000
+from dora_pipe.schemas.trajectory_codec import AnyProgress
 
 
 def chain_error(
@@ -125,113 +109,3 @@ def session_of(
     if session.tokens_logged != tokens:
         return f"the progress records reach {session.tokens_logged} tokens, not {tokens}"
     return session
-
-
-@dataclass(slots=True, kw_only=True)
-class Reading:
-    """Records of one partition, read one by one for a request."""
-
-    request: str
-    tp: TopicPartition
-    wanted: int
-    until_ns: int
-    reader: Reader | None = None
-
-    def read(self, bus: Bus) -> Record | None:
-        """Return the first record from the wanted offset, if available."""
-        try:
-            if self.reader is None:
-                self.reader = bus.reader({self.tp: self.wanted})
-            self.reader.seek(self.tp, self.wanted)
-            records = self.reader.poll(timeout_s=0.0, records_max=1)
-        except FINAL_ERRORS:
-            raise
-        except BusError:
-            return None
-        return records[0] if records else None
-
-    def close(self) -> None:
-        if self.reader is not None:
-            self.reader.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Chain(Reading):
-    found: list[AnyProgress] = field(default_factory=list)
-
-
-class ProgressPort:
-    """Reads chains of progress records back to their start; a broken chain is empty."""
-
-    effects: tuple[type, ...] = (FetchProgress,)
-
-    def __init__(self, bus: Bus, topic: str, meter: Meter, *, clock: Clock) -> None:
-        self._bus = bus
-        self._topic = topic
-        self._meter = meter
-        self._clock = clock
-        self._chains: deque[_Chain] = deque()
-
-    def start(self, effect: FetchProgress) -> None:
-        chain = _Chain(
-            request=effect.request,
-            tp=TopicPartition(self._topic, effect.resume.partition),
-            wanted=effect.resume.offset,
-            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
-        )
-        self._chains.append(chain)
-
-    def poll(self) -> list[Any]:
-        if not self._chains:
-            return []
-        chain = self._chains.popleft()
-        events = list(attempt("FetchProgress", partial(self._next, chain), partial(_lost, chain)))
-        if events:
-            chain.close()
-        else:
-            self._chains.append(chain)
-        return events
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._chains)
-
-    def close(self) -> None:
-        while self._chains:
-            self._chains.popleft().close()
-
-    def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
-        with self._meter.spend("bus"):
-            record = chain.read(self._bus)
-        if record is None:
-            if self._clock.now_ns() >= chain.until_ns:
-                yield _broken(chain, "timed out reading it")
-        elif record.offset != chain.wanted:
-            yield _broken(chain, f"there is no record at offset {chain.wanted}")
-        else:
-            yield from self._add(chain, record)
-
-    def _add(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
-        try:
-            with self._meter.spend("codec"):
-                chunk = decode_any_progress(record.value)
-        except SchemaError as error:
-            yield _broken(chain, f"the record at offset {record.offset}: {error.message}")
-            return
-        chain.found.append(chunk)
-        if chunk.previous < 0:
-            yield ProgressFetched(request=chain.request, chunks=chain.found[::-1])
-        elif chunk.previous >= chain.wanted or len(chain.found) >= CHAIN_MAX:
-            yield _broken(chain, f"the record at offset {record.offset} names no earlier one")
-        chain.wanted = chunk.previous
-
-
-def _broken(chain: _Chain, why: str) -> ProgressFetched:
-    return ProgressFetched(request=chain.request, chunks=(), why=why)
-
-
-def _lost(chain: _Chain, error: Exception) -> list[ProgressFetched]:
-    """Raises BusError: those of a chain were handled before."""
-    if isinstance(error, BusError):
-        raise error
-    return [_broken(chain, reason(error))]

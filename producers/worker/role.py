@@ -61,9 +61,8 @@ from dora_pipe.producers.worker.engine_port import EnginePort, Policies
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import WorkerMachine, WorkerOutcome
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TaskPorts
+from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
 from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.metrics import FailingServer

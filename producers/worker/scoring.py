@@ -1,25 +1,15 @@
-"""Scoring of groups: their trajectories are read from the log and scored together.
+"""Scoring of groups: the task scores their logged trajectories together.
 
 Unreadable records and failures outside the task's code are retryable.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import record_digest
-from dora_pipe.core.errors import BusError, SchemaError, reason
-from dora_pipe.core.loop.effect_runner import attempt
-from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.pure.machine import Now
-from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.pure.wait_tracker import PendingWait
-from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.tasks.calls import (
     Forget,
     GroupCall,
@@ -30,18 +20,15 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.worker.effects import FetchGroup, GroupFetched
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.resume import CHAIN_TIMEOUT_NS, Reading
 from dora_pipe.schemas.control import (
     ERROR_CHARACTERS_MAX,
     INFRASTRUCTURE,
     GroupScored,
     ScoredSample,
-    TakenTrajectory,
 )
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import ScoreGroup
 from dora_pipe.schemas.trajectory import Trajectory, turns_of
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import REWARD_MAX
 
 ScoringEvent = GroupFetched | GroupRewarded | TaskFailed
@@ -180,96 +167,3 @@ def turns_said(one: Trajectory) -> SampledTurns:
         turns=[ids for _, ids in turns],
         before=one.token_ids[: min(starts, default=len(one.token_ids))],
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Group(Reading):
-    left: deque[TakenTrajectory]
-    found: list[Trajectory] = field(default_factory=list)
-
-
-class GroupPort:
-    """Reads and verifies the records of groups."""
-
-    effects: tuple[type, ...] = (FetchGroup,)
-
-    def __init__(self, bus: Bus, topic: str, run: str, meter: Meter, *, clock: Clock) -> None:
-        self._bus, self._topic, self._run = bus, topic, run
-        self._meter, self._clock = meter, clock
-        self._groups: deque[_Group] = deque()
-
-    def start(self, effect: FetchGroup) -> None:
-        first = effect.trajectories[0]
-        group = _Group(
-            request=effect.request,
-            tp=TopicPartition(self._topic, first.partition),
-            wanted=first.offset,
-            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
-            left=deque(effect.trajectories),
-        )
-        self._groups.append(group)
-
-    def poll(self) -> list[Any]:
-        if not self._groups:
-            return []
-        group = self._groups.popleft()
-        events = list(attempt("FetchGroup", partial(self._next, group), partial(_lost, group)))
-        if events:
-            group.close()
-        else:
-            self._groups.append(group)
-        return events
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._groups)
-
-    def close(self) -> None:
-        while self._groups:
-            self._groups.popleft().close()
-
-    def _next(self, group: _Group) -> Iterator[GroupFetched]:
-        with self._meter.spend("bus"):
-            record = group.read(self._bus)
-        if record is None:
-            if self._clock.now_ns() >= group.until_ns:
-                yield _broken(group, "timed out reading it")
-            return
-        taken = group.left.popleft()
-        why = self._add(group, taken, record)
-        if why:
-            yield _broken(group, f"{taken.trajectory}: {why}")
-        elif not group.left:
-            yield GroupFetched(request=group.request, trajectories=group.found)
-        else:
-            group.wanted = group.left[0].offset
-
-    def _add(self, group: _Group, taken: TakenTrajectory, record: Record) -> str:
-        if (record.partition, record.offset) != (taken.partition, taken.offset):
-            return f"there is no record at offset {taken.offset}"
-        if record_digest(record) != taken.sha256:
-            return "its bytes differ from the logged ones"
-        try:
-            with self._meter.spend("codec"):
-                one = decode_trajectory(record.value)
-        except SchemaError as error:
-            return error.message
-        meta = one.meta
-        said = (one.trajectory, meta.attempt, meta.incarnation, meta.run)
-        if said != (taken.trajectory, taken.attempt, taken.incarnation, self._run):
-            return f"the record there is {one.trajectory}, attempt {meta.attempt}, of {meta.run}"
-        if one.reward is None:
-            return "it has no valid reward"
-        group.found.append(one)
-        return ""
-
-
-def _broken(group: _Group, why: str) -> GroupFetched:
-    return GroupFetched(request=group.request, trajectories=(), why=why)
-
-
-def _lost(group: _Group, error: Exception) -> list[GroupFetched]:
-    """Raises BusError: those of a group were handled before."""
-    if isinstance(error, BusError):
-        raise error
-    return [_broken(group, reason(error))]

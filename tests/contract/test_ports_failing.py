@@ -74,8 +74,7 @@ from dora_pipe.producers.worker.effects import (
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
-from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.scoring import GroupPort
+from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
 from dora_pipe.schemas.control import Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from tests.support.tidy import ROOT

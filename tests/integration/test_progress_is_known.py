@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from dora_pipe.core.loop.runtime import BUS_TURN_NS
+from dora_pipe.core.pure.machine import BUS_TURN_NS
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.pure.status_schedule import WHOLE_EVERY
 from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS

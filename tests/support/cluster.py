@@ -51,8 +51,7 @@ from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TextCodec
-from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.scoring import GroupPort
+from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.policy import Manifest, PolicyDtype

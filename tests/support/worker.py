@@ -19,9 +19,8 @@ from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
 from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import (
     AnyControl,
     Resume,

@@ -13,8 +13,9 @@ from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.core.errors import BusFull, Fenced, LogTruncated, OutcomeUnknown
 from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
-from dora_pipe.core.loop.runtime import BUS_TURN_NS, HELD_MAX, KEPT_EVERY_NS, Meter, Runtime
+from dora_pipe.core.loop.runtime import HELD_MAX, KEPT_EVERY_NS, Meter, Runtime
 from dora_pipe.core.pure.machine import (
+    BUS_TURN_NS,
     CaughtUp,
     HeldBack,
     Now,

@@ -19,7 +19,7 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.ports import CodecPort
-from dora_pipe.producers.worker.resume import ProgressPort
+from dora_pipe.producers.worker.record_ports import ProgressPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress

@@ -28,7 +28,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.scoring import turns_said
-from dora_pipe.schemas.contexts import tokens_before
+from dora_pipe.schemas.context_tokens import tokens_before
 from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, turns_of

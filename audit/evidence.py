@@ -16,7 +16,7 @@ from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
-from dora_pipe.schemas.contexts import call_fault
+from dora_pipe.schemas.context_tokens import call_fault
 from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment

@@ -30,7 +30,8 @@ import numpy as np
 
 from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import bounds, choices_of, counted_places, rows_of, tokens_before
+from dora_pipe.schemas.context_tokens import choices_of, counted_places, rows_of, tokens_before
+from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Segment, Trajectory
 

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, blob_of, may_be_blob
 from dora_pipe.bus.bus import Bus
-from dora_pipe.config.storage import keep_every_of
+from dora_pipe.config.retention import keep_every_of
 from dora_pipe.consumers.trainer.commits import CommitHistory, made_again, retained, underlying
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError

@@ -31,7 +31,8 @@ from dora_pipe.producers.engines.engine import (
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.schemas.contexts import Call, bounds, choices_of, context_at, tokens_before
+from dora_pipe.schemas.context_tokens import choices_of, tokens_before
+from dora_pipe.schemas.contexts import Call, bounds, context_at
 from dora_pipe.schemas.control import FinishReason, WorkerJoined, decode_control
 from dora_pipe.schemas.routes import GrowingRoutes
 from dora_pipe.schemas.topics import Topics

@@ -34,10 +34,11 @@ from dora_pipe.cli.options import JsonOption
 from dora_pipe.config.model import Config
 from dora_pipe.core.pure.machine import BUS_TURN_NS, CaughtUp, Now, Published
 from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.orchestrator.entities import Worker
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.process.role import Tidying, settle_memory
 from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import (
     Control,
     LoggedEntry,

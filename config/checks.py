@@ -21,7 +21,6 @@ from dora_pipe.config.model import (
     async_batches,
 )
 from dora_pipe.config.objectives import rewarded
-from dora_pipe.config.workers import colocated_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Schedule, ScheduledSample
 from dora_pipe.schemas.topics import PATTERN, RULE
@@ -505,6 +504,20 @@ def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
     return ("sampling", config.sampling), *evaluations
 
 
+def _colocated_problems(config: Config) -> Iterator[str]:
+    workers = config.workers
+    if workers.colocated > workers.count:
+        yield f"workers.colocated: {workers.colocated} are more than workers.count, {workers.count}"
+    conflicts = {
+        "trainer.batch_parts: parts are trained during generation": config.trainer.batch_parts > 1,
+        "staleness.partial_rollout: requests never move": config.staleness.partial_rollout,
+        "lora.rank: workers serve several versions": config.lora.rank > 0,
+    }
+    for why, given in conflicts.items():
+        if workers.colocated and given:
+            yield f"workers.colocated: {workers.colocated} cannot be with {why}"
+
+
 _DEEPSPEED: Final = {"ranks": 1, "offload": "none", "expert_parallel_size": 1}
 """Keys of [trainer] that other kinds accept only with their defaults."""
 
@@ -512,7 +525,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_several,
     _check_staleness,
     group_problems,
-    colocated_problems,
+    _colocated_problems,
     _check_lengths,
     _check_numbers,
     _check_schedule,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
-
-if TYPE_CHECKING:
-    from dora_pipe.config.model import Config
 
 
 class Vllm(Section, frozen=True, kw_only=True):
@@ -82,18 +78,3 @@ class Workers(Section, frozen=True, kw_only=True):
         """Return whether this worker is one of the last `colocated`."""
         last = range(max(0, self.count - self.colocated), self.count)
         return name in [f"w{number}" for number in last]
-
-
-def colocated_problems(config: Config) -> Iterator[str]:
-    """Return the settings that exclude workers which sleep during a step."""
-    workers = config.workers
-    if workers.colocated > workers.count:
-        yield f"workers.colocated: {workers.colocated} are more than workers.count, {workers.count}"
-    conflicts = {
-        "trainer.batch_parts: parts are trained during generation": config.trainer.batch_parts > 1,
-        "staleness.partial_rollout: requests never move": config.staleness.partial_rollout,
-        "lora.rank: workers serve several versions": config.lora.rank > 0,
-    }
-    for why, given in conflicts.items():
-        if workers.colocated and given:
-            yield f"workers.colocated: {workers.colocated} cannot be with {why}"

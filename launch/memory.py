@@ -12,7 +12,7 @@ import msgspec
 
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.model import Config, max_resident_versions
-from dora_pipe.config.storage import bytes_per_step, checkpoint_bytes
+from dora_pipe.config.retention import bytes_per_step, checkpoint_bytes
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.local_roles import gpus_of, worker_names

@@ -26,8 +26,8 @@ from dora_pipe.config.checks import commit_problem
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, Task
+from dora_pipe.config.retention import deletes, with_keep_every
 from dora_pipe.config.several import pool_specs
-from dora_pipe.config.storage import deletes, with_keep_every
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
 from dora_pipe.core.errors import BusError, ConfigError, LogTruncated, TopicMissing, UsageError

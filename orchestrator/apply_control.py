@@ -20,9 +20,10 @@ from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
+from dora_pipe.orchestrator.entities import Facts, Request, Result, Verdict, Worker
 from dora_pipe.orchestrator.scoring import answer_error
 from dora_pipe.orchestrator.serving import VERSIONS_MAX
-from dora_pipe.orchestrator.state import Facts, Request, Result, State, Verdict, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import (
     close_worker,
     end_sample,

@@ -18,10 +18,11 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import colocated, scoring, serving, watched
 from dora_pipe.orchestrator.colocated import batch_due
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
+from dora_pipe.orchestrator.entities import UNTAKEN, Group, Request, Training, Verdict, Worker
 from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.orchestrator.serving import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_part, redundant
-from dora_pipe.orchestrator.state import UNTAKEN, Group, Request, State, Training, Verdict, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,

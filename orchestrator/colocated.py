@@ -7,8 +7,9 @@ After the commit they are ordinary idle workers.
 
 from __future__ import annotations
 
+from dora_pipe.orchestrator.entities import Worker
 from dora_pipe.orchestrator.staleness import next_batch
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import NO_VERSION, Assign
 
 

@@ -15,8 +15,9 @@ from typing import Final
 from dora_pipe.config.model import Config, Task
 from dora_pipe.core.errors import ConfigError, reason
 from dora_pipe.core.system.own_code import importable, load_function, source_sha256
+from dora_pipe.orchestrator.entities import Group
 from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, PendingOutcome, RowStats, Weights
-from dora_pipe.orchestrator.state import Group, State
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.identity import derive_seed, prompt_index, source_of
 
 HELD_BATCHES: Final = 4

@@ -10,13 +10,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from dora_pipe.orchestrator.entities import Worker
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec
-
-if TYPE_CHECKING:
-    from dora_pipe.orchestrator.state import Worker
 
 STALE_MIN: Final = 64
 """Outdated heap entries always tolerated."""

@@ -29,6 +29,7 @@ from dora_pipe.core.pure.status_schedule import Address, StatusSchedule, quiet_n
 from dora_pipe.core.pure.wait_tracker import Limits, WaitTracker
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.curriculum import Samplers
+from dora_pipe.orchestrator.entities import KV_PRESSURE, Worker
 from dora_pipe.orchestrator.fold import (
     apply_observation,
     close_round,
@@ -38,7 +39,7 @@ from dora_pipe.orchestrator.fold import (
 from dora_pipe.orchestrator.leases import Generating, Incarnation, Leases, Living
 from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
-from dora_pipe.orchestrator.state import KV_PRESSURE, State, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
 from dora_pipe.orchestrator.waits import admission_limit, waits
 from dora_pipe.schemas.control import (

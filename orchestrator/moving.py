@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from dora_pipe.orchestrator import colocated, serving
+from dora_pipe.orchestrator.entities import KV_PRESSURE, Request, Worker
 from dora_pipe.orchestrator.estimates import Outlook
-from dora_pipe.orchestrator.state import KV_PRESSURE, Request, State, Worker
+from dora_pipe.orchestrator.state import State
 
 MOVES_MAX: Final = 3
 """Maximum per request, except from drained workers."""

@@ -31,10 +31,11 @@ from dora_pipe.orchestrator.apply_decision import (
 )
 from dora_pipe.orchestrator.colocated import batch_due
 from dora_pipe.orchestrator.curriculum import Samplers
+from dora_pipe.orchestrator.entities import Group, Worker
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.scoring import next_question
 from dora_pipe.orchestrator.staleness import admissible, redundant
-from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.watched import stop_due
 from dora_pipe.schemas.rounds import (
     NO_VERSION,

@@ -7,34 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import msgspec
-
+from dora_pipe.orchestrator.entities import Group, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import GroupScored, ScoredSample, TakenTrajectory
 from dora_pipe.schemas.rounds import ScoreGroup
 from dora_pipe.schemas.wire import REWARD_MAX
 
-if TYPE_CHECKING:
-    from dora_pipe.orchestrator.state import Group, State, Worker
-
 GROUPS_MAX: Final = 16
 """Maximum per worker."""
-
-
-class Scoring(msgspec.Struct, kw_only=True):
-    """Scoring attempt of a group."""
-
-    attempt: int = 0
-    faults: int = 0
-    """Failed attempts; bounded."""
-    worker: str = ""
-    """Empty while it waits."""
-    incarnation: int = -1
-
-    def by(self, worker: Worker) -> bool:
-        """Report whether this incarnation scores it now."""
-        return (self.worker, self.incarnation) == (worker.name, worker.incarnation)
 
 
 def samples_of(group: Group) -> tuple[TakenTrajectory, ...]:

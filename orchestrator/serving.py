@@ -25,7 +25,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.entities import Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.identity import group_of
 
 Assignment = tuple[Worker, int, str]

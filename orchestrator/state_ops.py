@@ -9,22 +9,23 @@ from typing import Final
 
 from dora_pipe.config.model import Rollout, async_batches
 from dora_pipe.orchestrator import curriculum
-from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
-from dora_pipe.orchestrator.in_flight import InFlight
-from dora_pipe.orchestrator.index import pull, push, queue_key
-from dora_pipe.orchestrator.scoring import Scoring, is_due
-from dora_pipe.orchestrator.state import (
+from dora_pipe.orchestrator.entities import (
     KV_PRESSURE,
     UNTAKEN,
     Group,
     Request,
     Residence,
     Result,
-    State,
+    Scoring,
     Training,
     Verdict,
     Worker,
 )
+from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
+from dora_pipe.orchestrator.in_flight import InFlight
+from dora_pipe.orchestrator.index import pull, push, queue_key
+from dora_pipe.orchestrator.scoring import is_due
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob

@@ -11,8 +11,9 @@ from typing import Final
 from dora_pipe.core.pure.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
 from dora_pipe.orchestrator import colocated
 from dora_pipe.orchestrator.apply_decision import part_size
+from dora_pipe.orchestrator.entities import Group
 from dora_pipe.orchestrator.staleness import closed_by, lacking
-from dora_pipe.orchestrator.state import Group, State
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.metrics import Blocker
 
 NAMED_MAX: Final = 3

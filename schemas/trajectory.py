@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.contexts import Call, Context, check_contexts
+from dora_pipe.schemas.contexts import Call, Context, lengths
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 from dora_pipe.schemas.routes import Routes
@@ -278,7 +278,7 @@ def check_fields(trajectory: Described) -> None:
     if trajectory.version < 0:
         raise SchemaError(f"version {trajectory.version} is none", path="$.version")
     _check_weights(trajectory)
-    check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
+    _check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
     if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
     purpose, _, sample = parse_trajectory_id(trajectory.trajectory)
@@ -288,6 +288,28 @@ def check_fields(trajectory: Described) -> None:
         meta.sample,
     ):
         raise SchemaError("trajectory id is not of this group and trajectory", path="$.trajectory")
+
+
+def _check_contexts(
+    contexts: Sequence[Context], calls: Sequence[Call], segments: Sequence[Segment], length: int
+) -> None:
+    """Raises SchemaError unless contexts match the segments and calls match sampled tokens."""
+    prompts = [segment.start for segment in segments if segment.kind == "prompt"]
+    if [context.start for context in contexts] != prompts[1:]:
+        raise SchemaError("not where its prompts begin", path="$.meta.contexts")
+    sizes = lengths(contexts, length)
+    for index, context in enumerate(contexts):
+        none = context.parent == -1 and context.shared == 0
+        if not none and not (
+            0 <= context.parent <= index and 0 < context.shared <= sizes[context.parent]
+        ):
+            raise SchemaError("shares what is not there", path=f"$.meta.contexts[{index}]")
+        if not sizes[index + 1]:
+            raise SchemaError("is empty", path=f"$.meta.contexts[{index}]")
+    sampled = {segment.start for segment in segments if segment.kind == "model"}
+    for index, call in enumerate(calls):
+        if not 0 <= call.start <= call.end <= length or call.start not in sampled:
+            raise SchemaError("not what a model sampled", path=f"$.meta.calls[{index}]")
 
 
 def mixing_error(trajectory: Versioned, newest: int) -> str:

@@ -20,7 +20,8 @@ import pyarrow as pa
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout, decompress
-from dora_pipe.schemas.contexts import Call, counted_places
+from dora_pipe.schemas.context_tokens import counted_places
+from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX, Routes, check_routes, need_entries
 from dora_pipe.schemas.trajectory import (

@@ -18,7 +18,8 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record
 from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64
 from dora_pipe.producers.worker.effects import AnswerCall
-from dora_pipe.schemas.contexts import context_of, place_of, prompt_digest
+from dora_pipe.schemas.context_tokens import context_of
+from dora_pipe.schemas.contexts import place_of, prompt_digest
 from dora_pipe.schemas.identity import call_seed, group_of, trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import Trajectory, TurnProgress

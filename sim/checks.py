@@ -20,7 +20,7 @@ from dora_pipe.audit.entries import GroupEntry, Moment, RequestEntry, WorkerEntr
 from dora_pipe.audit.findings import Check, Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Fact, FoldedRound
-from dora_pipe.orchestrator.state import OPEN_TIMES
+from dora_pipe.orchestrator.entities import OPEN_TIMES
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,

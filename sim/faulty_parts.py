@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from dora_pipe.config.storage import full_every
+from dora_pipe.config.retention import full_every
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.engine import Kv, WeightsLoaded

@@ -14,8 +14,8 @@ import msgspec
 
 from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.config.model import Config
+from dora_pipe.config.retention import with_keep_every
 from dora_pipe.config.several import pool_specs
-from dora_pipe.config.storage import with_keep_every
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.consumers.trainer.role import trainer_setup

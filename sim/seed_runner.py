@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.config.storage import full_every
+from dora_pipe.config.retention import full_every
 from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Outcome

@@ -23,7 +23,7 @@ from typing import Final
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import full_every
+from dora_pipe.config.retention import full_every
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.core.loop.runtime import Runtime
 from dora_pipe.core.pure.records import Record

@@ -65,17 +65,6 @@ ThreadsOption = Annotated[
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an existing run.")]
 
 
-def demo(
-    root: RunsOption = RUNS,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
-    override: OverrideOption = None,
-) -> None:
-    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
-    from dora_pipe.cli.demo import run_demo
-
-    run_demo(root, engine, override or ())
-
-
 def init(
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="New directory.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],

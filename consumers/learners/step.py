@@ -13,7 +13,8 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages, summed_we
 from dora_pipe.consumers.objectives.registry import needs_whole
 from dora_pipe.consumers.objectives.terms import RowMetrics, joined_metrics
 from dora_pipe.schemas.batch import staleness_of
-from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
+from dora_pipe.schemas.context_tokens import TrainedRow, choices_of, counted_tokens, row_of
+from dora_pipe.schemas.contexts import lengths
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.schemas.trajectory import Trajectory

@@ -13,7 +13,7 @@ from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
 from dora_pipe.consumers.objectives.terms import RowMetrics
 from dora_pipe.core.errors import NonFinite
-from dora_pipe.schemas.contexts import counted_places
+from dora_pipe.schemas.context_tokens import counted_places
 from dora_pipe.schemas.trajectory import Trajectory
 
 

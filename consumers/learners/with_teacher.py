@@ -24,7 +24,7 @@ from dora_pipe.consumers.learners.learner import (
 )
 from dora_pipe.consumers.teachers.teacher import Teacher
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.schemas.contexts import counted_places, rows_of
+from dora_pipe.schemas.context_tokens import counted_places, rows_of
 
 WEIGHT: Final = "objective.teacher_weight"
 

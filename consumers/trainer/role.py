@@ -29,7 +29,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, async_batches
-from dora_pipe.config.storage import full_every, keep_every_of
+from dora_pipe.config.retention import full_every, keep_every_of
 from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.config.storage import full_every
+from dora_pipe.config.retention import full_every
 from dora_pipe.sim.__main__ import main
 from dora_pipe.sim.faults import FAULTS, OF_DELTAS
 from dora_pipe.sim.scenario import SHORT_STEPS, draw

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.config.storage import keep_every_of
+from dora_pipe.config.retention import keep_every_of
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.pure.records import Append
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
@@ -87,7 +87,7 @@ def test_what_a_run_keeps_is_decided_when_it_is_made_and_said_where_it_deletes(
 ) -> None:
     assert begun().config["store"]["keep_every"] == 0
     assert "keep_every" not in capsys.readouterr().err
-    monkeypatch.setattr("dora_pipe.config.storage.KEPT_ALL_BYTES", 1)
+    monkeypatch.setattr("dora_pipe.config.retention.KEPT_ALL_BYTES", 1)
     large = made("run.name=large")
     assert large.first.config["store"]["keep_every"] == 10
     assert "every 10th checkpoint stays" in capsys.readouterr().err

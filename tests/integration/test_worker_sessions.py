@@ -26,7 +26,8 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, WorkerSetup
 from dora_pipe.producers.worker.sessions import CALLS_OPEN_MAX
-from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest
+from dora_pipe.schemas.context_tokens import call_fault, contexts_of
+from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,

@@ -154,7 +154,7 @@ def test_request_whose_tool_has_answered_goes_before_those_that_have_not_begun()
 
 
 def test_worker_takes_more_requests_than_an_orchestrator_places() -> None:
-    from dora_pipe.orchestrator.state import OPEN_TIMES
+    from dora_pipe.orchestrator.entities import OPEN_TIMES
 
     setup = World().start().setup
     assert setup.requests_max > OPEN_TIMES * (setup.slots + setup.prefetch)

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.schemas.contexts import Call, Context, prompt_digest, tokens_before
+from dora_pipe.schemas.context_tokens import tokens_before
+from dora_pipe.schemas.contexts import Call, Context, prompt_digest
 from dora_pipe.schemas.control import TakenGroup, TrajectoryLogged
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory

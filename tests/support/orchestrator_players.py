@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dora_pipe.orchestrator.state import OPEN_TIMES
+from dora_pipe.orchestrator.entities import OPEN_TIMES
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus
 from dora_pipe.schemas.policy import Blob

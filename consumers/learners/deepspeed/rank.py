@@ -52,7 +52,7 @@ from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
 from dora_pipe.core.pure.records import Record
 from dora_pipe.core.system.clock import Clock, SystemClock
-from dora_pipe.schemas.contexts import choices_of, row_of
+from dora_pipe.schemas.context_tokens import choices_of, row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory

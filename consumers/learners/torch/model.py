@@ -41,7 +41,7 @@ from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExpert
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowMetrics, row_metrics
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.contexts import TrainedRow
+from dora_pipe.schemas.context_tokens import TrainedRow
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.routes import Choices
 from dora_pipe.store.carried_tensors import CarriedTensors, carried_names, further_layers

@@ -29,10 +29,11 @@ from dora_pipe.orchestrator import colocated, curriculum, fold, machine, serving
 from dora_pipe.orchestrator import state_ops as transitions
 from dora_pipe.orchestrator.apply_decision import train_spec
 from dora_pipe.orchestrator.curriculum import NextRow
+from dora_pipe.orchestrator.entities import Group, Request, Training, Verdict, Worker
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import full_every
+from dora_pipe.config.retention import full_every
 from dora_pipe.sim.scenario import Scenario, draw
 from tests.support.mutants.colocated import OF_COLOCATED
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS

@@ -19,7 +19,7 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import Config, async_batches
-from dora_pipe.config.storage import full_every, keep_every, keep_every_of
+from dora_pipe.config.retention import full_every, keep_every, keep_every_of
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE

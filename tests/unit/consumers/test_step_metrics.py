@@ -11,7 +11,7 @@ import pytest
 
 from dora_pipe.consumers.learners.step import items_of
 from dora_pipe.consumers.learners.step_metrics import Sums, metrics_of
-from dora_pipe.schemas.contexts import counted_places
+from dora_pipe.schemas.context_tokens import counted_places
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.batches import make_batch

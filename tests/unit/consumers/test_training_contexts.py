@@ -21,7 +21,7 @@ from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettin
 from dora_pipe.consumers.learners.step import Pass, updates_of
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.objectives.registry import needs_whole, objective_kind
-from dora_pipe.schemas.contexts import contexts_of, counted_places
+from dora_pipe.schemas.context_tokens import contexts_of, counted_places
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import Entry, mapped, read_entries
 from dora_pipe.store.store import PolicyStore

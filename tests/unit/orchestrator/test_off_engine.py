@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.pure.records import Record
+from dora_pipe.orchestrator.entities import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.orchestrator.fold import apply_observation
-from dora_pipe.orchestrator.state import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import AnyDecision, OffEngine
 from dora_pipe.schemas.wire import encode

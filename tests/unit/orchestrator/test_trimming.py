@@ -18,7 +18,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
-from dora_pipe.orchestrator import trimming
+from dora_pipe.orchestrator.process import trim_port
 from dora_pipe.orchestrator.process.role import Instance, start_machine
 from dora_pipe.orchestrator.process.trim_port import GRAIN, TrimPort, cut_of
 from dora_pipe.orchestrator.trimming import (
@@ -118,7 +118,7 @@ def test_a_trim_deletes_what_is_old_and_says_when_more_is_left(
     with closing(open_bus()) as bus:
         offsets, end = fill(bus, 9000), bus.end(AT)
         pieces = isinstance(bus, SqliteBus)
-    monkeypatch.setattr(trimming, "PIECES_MAX", 3)
+    monkeypatch.setattr(trim_port, "PIECES_MAX", 3)
     pauses: list[float] = []
     port = TrimPort(open_bus, sleep=pauses.append, in_thread=False)
     effect = TrimMetrics(before_ns=7000 * EACH_NS, limits={AT: end})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.entities import Worker
+from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.waits import admission_limit, blockers, waits
 from dora_pipe.schemas.metrics import Blocker
 from tests.support import orchestrator_records as records

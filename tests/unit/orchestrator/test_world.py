@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.digest import digest_of
+from dora_pipe.orchestrator.entities import OPEN_TIMES
 from dora_pipe.orchestrator.fold import apply_observation, close_round
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.moving import MOVES_MAX
@@ -24,7 +25,7 @@ from dora_pipe.orchestrator.planner import decide, plan
 from dora_pipe.orchestrator.process.recovery import read_rounds, recover
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.staleness import feasible
-from dora_pipe.orchestrator.state import OPEN_TIMES, State
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import LeaseExpired
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World

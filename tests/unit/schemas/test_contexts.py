@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.contexts import (
-    Context,
+from dora_pipe.schemas.context_tokens import (
     call_fault,
     contexts_of,
     counted_places,
     counted_tokens,
-    prompt_digest,
     rows_of,
     tokens_before,
 )
+from dora_pipe.schemas.contexts import Context, prompt_digest
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory

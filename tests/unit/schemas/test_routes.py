@@ -26,7 +26,7 @@ from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX
 from dora_pipe.producers.worker.resume import prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, FRAME_BYTES_MAX
-from dora_pipe.schemas.contexts import choices_of, contexts_of
+from dora_pipe.schemas.context_tokens import choices_of, contexts_of
 from dora_pipe.schemas.routes import (
     BLOCK_NUMBERS,
     GrowingRoutes,

@@ -88,7 +88,6 @@ def in_arrays(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_trajectory(tokens: int) -> Trajectory:
-    """Return a deterministic trajectory."""
     chance = np.random.default_rng(_SEED)
     prompt = tokens // _PROMPT_SHARE
     # Zipf-distributed tokens, mostly likely samples.

@@ -85,7 +85,6 @@ def command(
 def bench_calls(
     sizes: Sequence[tuple[int, int]] = SIZES, *, calls: int = CALLS
 ) -> Iterator[CallFigure]:
-    """Yield a figure per size."""
     for prompt, sampled in sizes:
         with _endpoint() as port:
             loop = _Answering(port, sampled)

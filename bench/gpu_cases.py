@@ -46,7 +46,6 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
         return sum(map(self.tokens_of, range(self.rows)))
 
     def tokens_of(self, row: int) -> int:

@@ -80,7 +80,6 @@ class GpuStepFigure:
 
 
 def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
-    """Yield a figure per case."""
     for case in cases:
         if case.needs and importlib.util.find_spec(case.needs) is None:
             yield _figure(case, said=f"{case.needs} is not installed")

@@ -20,7 +20,6 @@ def fresh_peak(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak in bytes."""
     if device == "cuda":
         import torch
 

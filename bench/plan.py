@@ -117,7 +117,6 @@ def command(
 def bench_turns(
     workers: Sequence[int], *, slots: int = SLOTS, rounds: int = ROUNDS
 ) -> list[TurnFigure]:
-    """Return a figure per number of workers."""
     return [_measure(count, slots=slots, rounds=rounds) for count in sorted(set(workers))]
 
 
@@ -361,7 +360,6 @@ def _no_cost() -> Cost:
 
 
 def _config(workers: int, slots: int) -> Config:
-    """Return an endless run with busy workers."""
     per_step = min(PER_STEP, max(1, workers * slots // GROUP_SIZE // 4))
     in_flight = SPARE * workers * slots / GROUP_SIZE / per_step + 1
     plain = {

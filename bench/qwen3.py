@@ -28,7 +28,6 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 
 
 def vocabulary_of(model: str) -> int:
-    """Return the vocabulary size."""
     return SHAPES[model].get("vocab_size", VOCABULARY)
 
 

@@ -98,7 +98,6 @@ def command(
 
 
 def bench_step_memory(cases: Sequence[MemoryCase]) -> Iterator[StepMemoryFigure]:
-    """Yield one figure per case."""
     for case in cases:
         yield result_of("dora_pipe.bench.step_memory", case, StepMemoryFigure, limit_s=CASE_LIMIT_S)
 
@@ -128,7 +127,6 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
 
 @contextmanager
 def prepared(case: MemoryCase, device: str) -> Iterator[Callable[[], None]]:
-    """Yield the prepared computation."""
     from dora_pipe.consumers.learners.torch.device import deterministic
 
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder, deterministic(1):

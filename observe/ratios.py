@@ -37,7 +37,6 @@ def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
 
 
 def with_ratio(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows that have a ratio."""
     return [row for row in rows if row["ratio_mean"] is not None and row["ratio_mean"] > 0]
 
 

@@ -116,8 +116,6 @@ WORDS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleAnswer:
-    """Activity or wait of one role."""
-
     role: str
     text: str
     since_s: float | None = None
@@ -163,8 +161,6 @@ def batch_words(stats: RunStats) -> str:
 
 
 class _Present:
-    """Answers at one moment."""
-
     def __init__(self, stats: RunStats, at_ns: int) -> None:
         self._stats, self._at_ns = stats, at_ns
         self._heard = stats.heard
@@ -343,8 +339,6 @@ def _is_logged(group: GroupHistory, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyAnswer:
-    """Waits of a run at one moment."""
-
     run: str
     at_ns: int
     run_s: float | None

@@ -35,8 +35,6 @@ POLL_S: Final = 0.05
 
 
 class _Noted(BusWrapper):
-    """Bus that notes records read."""
-
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
         self.records: list[Record] = []
@@ -59,8 +57,6 @@ class _NotedReader(ReaderWrapper):
 
 
 class Assembler:
-    """Assembler of batches."""
-
     def __init__(self, task: Assemble, bus: Bus, folder: Path) -> None:
         self._task = task
         self._noted = _Noted(bus)

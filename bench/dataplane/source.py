@@ -79,7 +79,6 @@ class Source:
 
 
 def encoded(trajectory: Trajectory, topic: str) -> Append:
-    """Return an encoded record."""
     value, headers = encode_trajectory(trajectory)
     _, ordinal, _ = parse_trajectory_id(headers.trajectory)
     return Append(

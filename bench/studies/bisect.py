@@ -139,7 +139,6 @@ def plants(run: OpenRun, seed: int) -> Iterator[Plant]:
 
 
 def planted_run(run: OpenRun, step: int, change: Change) -> SourceRun:
-    """Return the run with a change from a step on."""
     source = SourceRun.of(run)
 
     def altered(batch: TrainBatch, settings: Settings) -> tuple[TrainBatch, Settings]:

@@ -16,8 +16,6 @@ PARTS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """Paradigm."""
-
     name: str
     max_staleness: int
     batches: float

@@ -133,7 +133,6 @@ class StaleQueue(Generic[Batch]):
         assert len(self._waiting) <= self._eta + 1
 
     def take(self, step: int) -> Batch:
-        """Remove the batch of a step."""
         version, batch = self._waiting.pop(step)
         assert version == sampled_by(step, self._eta), (step, version)
         return batch

@@ -221,7 +221,6 @@ def _line(measured: Measured) -> str:
 
 
 def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
-    """Print a table or JSON."""
     summaries = summarise(chosen)
     rows = [_row(summary) for summary in summaries]
     if as_json:

@@ -64,8 +64,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class ParadigmRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a run."""
-
     setting: str
     """Digest of what compared cells share."""
     cell: Cell

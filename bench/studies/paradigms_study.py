@@ -177,7 +177,6 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         return load_config(self.config, overrides)
 
     def run(self, cell: Cell) -> ParadigmRun:
-        """Run and audit one cell."""
         from dora_pipe.bench.studies.paradigms_virtual import PACES, run_virtual
 
         config, setting = self.load(cell), setting_digest(self.setting())
@@ -298,7 +297,6 @@ def play(
 
 
 def measure_cells(study: Study, done: Done, cells: Sequence[Cell]) -> None:
-    """Run missing cells."""
     for cell in cells:
         if cell not in done.cells:
             done.add(run := study.run(cell))
@@ -314,7 +312,6 @@ def line_of(run: ParadigmRun) -> str:
 
 
 def print_study(study: Study, runs: Sequence[ParadigmRun], *, as_json: bool) -> None:
-    """Print every run and the comparison."""
     seeds = len({run.cell.seed for run in runs})
     rows = [_row_of(run) for run in runs]
     compared = [

@@ -144,7 +144,6 @@ class VirtualParts(PlainParts):
 
     @classmethod
     def of(cls, config: Config, pool: TaskPool, pace: Pace) -> VirtualParts:
-        """Return the parts of a run."""
         start, facts = Path(config.model.path), pool.facts
         assert facts is not None
         tokenizer = Tokenizer(start)

@@ -30,7 +30,6 @@ def calculator(a: int, b: int) -> int:
 
 
 def graph(model: ChatOpenAI) -> CompiledStateGraph:
-    """The agent."""
     with_tools = model.bind_tools([calculator])
 
     async def say(state: MessagesState) -> dict[str, Any]:

@@ -63,7 +63,6 @@ def worked(numbers: Sequence[int], chance: random.Random) -> str:
 
 
 def rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every file."""
     rows_by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
     evaluated: set[tuple[int, ...]] = set()
     for name, count in ROWS.items():

@@ -81,14 +81,12 @@ def stepped(data: dict[str, Any], number: int) -> str:
 
 
 def observed(hint: str, reward: float | None, *, done: bool) -> str:
-    """An observation."""
     observation = {"hint": hint, "metadata": {}}
     data = {"observation": observation, "reward": reward, "done": done}
     return json.dumps({"type": "observation", "data": data})
 
 
 def error(code: str, message: str, **more: Any) -> str:
-    """An error."""
     return json.dumps({"type": "error", "data": {"message": message, "code": code, **more}})
 
 

@@ -80,5 +80,4 @@ def question(numbers: Sequence[int]) -> dict[str, str]:
 
 
 def calculator(a: int, b: int) -> int:
-    """The tool."""
     return (a + b) % 100

@@ -88,8 +88,6 @@ class Logged:
 
 
 class Ledger:
-    """State of a run."""
-
     def __init__(self, findings: Findings, buried: Collection[tuple[str, int, int]] = ()) -> None:
         """`buried`: places of dead letters."""
         self.findings = findings
@@ -451,7 +449,6 @@ class Ledger:
         self.logged[location] = Logged(entry, standing)
 
     def _placed(self, writer: Json, what: Json) -> Request | None:
-        """Return the open request of an event."""
         request = self.running.get(what["trajectory"])
         named = (what["attempt"], writer["worker"], writer["incarnation"])
         if request is None or request.placement != named:

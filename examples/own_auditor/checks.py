@@ -106,7 +106,6 @@ def _trained(ledger: Ledger, logged: Logged | None) -> bool:
 
 
 def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
-    """Return the standing of an unlogged record."""
     group, incarnation = (
         ledger.groups.get(headers.get("group", "")),
         int(headers.get("incarnation", -1)),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 
 class Findings:
-    """Findings and counts of checks."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.looked = 0

@@ -112,7 +112,6 @@ def whole(record: Record, store: Path) -> Record:
 
 
 def row_of(value: bytes) -> Json:
-    """Return the row of a value."""
     source = pa.CompressedInputStream(pa.py_buffer(value), "zstd")
     with source, pa.ipc.open_stream(source) as reader:
         row: Json = reader.read_all().to_pylist()[0]

@@ -32,7 +32,6 @@ def conversations(chance: random.Random) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Write all."""
     if len(sys.argv) != 2:
         sys.exit("usage: make.py DIRECTORY")
     directory = Path(sys.argv[1])

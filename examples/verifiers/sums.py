@@ -12,8 +12,6 @@ __all__ = ["Sums"]
 
 
 class Numbers(vf.TaskData):
-    """A row."""
-
     numbers: list[int]
 
 
@@ -45,7 +43,6 @@ class Sum(vf.Task[Numbers]):
 
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
-        """Whether the answer is the sum."""
         return answered(trace, sum(self.data.numbers))
 
 

@@ -16,7 +16,6 @@ class ToolSum(vf.Task[Numbers]):
 
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
-        """Whether the answer is the sum."""
         return answered(trace, sum(self.data.numbers))
 
     @vf.metric
@@ -42,5 +41,4 @@ class ToolSums(vf.Taskset[ToolSum, ToolSumsConfig]):
 
     @classmethod
     def toolsets(cls, config: ToolSumsConfig) -> list[vf.Toolset]:
-        """The calculator."""
         return [Calculator(config.tools)]

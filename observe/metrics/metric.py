@@ -79,17 +79,14 @@ def _bound(top: float) -> str:
 
 
 def gauge(spec: str, meaning: str, read: Read) -> Metric:
-    """Define a gauge."""
     return Metric("gauge", spec, meaning, read)
 
 
 def counter(spec: str, meaning: str, read: Read) -> Metric:
-    """Define a counter."""
     return Metric("counter", spec, meaning, read)
 
 
 def histogram(spec: str, meaning: str, read: Read) -> Metric:
-    """Define a histogram."""
     return Metric("histogram", spec, meaning, read)
 
 

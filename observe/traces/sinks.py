@@ -57,7 +57,6 @@ class Sink(Protocol):
 
 
 def is_address(target: str) -> bool:
-    """Return whether the target is a URL."""
     return target.startswith(("http://", "https://"))
 
 

@@ -117,7 +117,6 @@ def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
 
 
 def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int = 0) -> RunView:
-    """Return the view of a whole run."""
     row = catalogue.one("select first_ns, last_ns, stopped from runs")
     first_ns, last_ns, stopped = row or (0, 0, False)
     return RunView(

@@ -48,7 +48,6 @@ class Lora:
         return engine
 
     def load(self, engine: Any, version: int, *, policy: int | None = None) -> None:
-        """Make a policy resident as a version."""
         path, digest = self.policies[version if policy is None else policy]
         engine.load(path, version=version, digest=digest)
 

@@ -69,7 +69,6 @@ class Pair:
 
 
 def content(bus: Bus, topics: Sequence[str]) -> dict[TopicPartition, tuple[int, list[Record]]]:
-    """End and records of every partition."""
     places = [
         TopicPartition(topic, part) for topic in topics for part in range(bus.partitions(topic))
     ]

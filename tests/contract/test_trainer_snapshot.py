@@ -27,8 +27,6 @@ CLOCK = SystemClock()
 
 
 class CountingBus(BusWrapper):
-    """Bus that counts the records read."""
-
     read = 0
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:

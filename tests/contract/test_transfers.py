@@ -38,7 +38,6 @@ def offered(transfers: Transfers, *chunks: bytes) -> Blob:
 
 
 def fetched(transfers: Transfers, blob: Blob) -> bytes:
-    """The bytes of a blob that was found."""
     fetch = transfers.fetch(blob, timeout_s=WAIT_S)
     assert isinstance(fetch, np.ndarray), fetch
     return fetch.tobytes()

@@ -171,8 +171,6 @@ def test_certificate_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 class Log:
-    """A log with statuses on it."""
-
     def __init__(self) -> None:
         self.log = MemoryLog()
         self.bus = self.open()

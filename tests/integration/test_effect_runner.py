@@ -25,8 +25,6 @@ class Say:
 
 @dataclass(frozen=True)
 class Said:
-    """Its event."""
-
     text: str
 
 

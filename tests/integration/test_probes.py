@@ -60,8 +60,6 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 class Asked:
-    """Probes of a run."""
-
     def __init__(self, run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self._stack = monkeypatch, ExitStack()
         self.run: OpenRun = self._stack.enter_context(opened(str(run.directory)))

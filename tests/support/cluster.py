@@ -349,7 +349,6 @@ class Cluster:
         self.roles[name] = Role(name=name, machine=started.machine, runtime=runtime, ears=ears)
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
         del self.roles[name]
 
     def restart(self, name: str) -> None:

@@ -149,8 +149,6 @@ def _each(batch: TrainBatch, change: object) -> TrainBatch:
 
 @dataclass(slots=True)
 class _Own:
-    """Tokens owned by a context."""
-
     context: Context
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)

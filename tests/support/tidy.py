@@ -187,7 +187,6 @@ def _may_pickle(node: ast.Call) -> bool:
 
 
 def assertions(path: str, text: str) -> Iterator[str]:
-    """Require an assertion in every test."""
     for node in _functions(text):
         if node.name.startswith("test_") and not any(map(_asserts, ast.walk(node))):
             yield f"{path}:{node.lineno}: {node.name} asserts nothing"

@@ -48,7 +48,6 @@ class EngineRates:
         return tokens / self.prefill_tokens_s
 
     def move_s(self, tokens: int) -> float:
-        """Return a move's pause."""
         return MOVE_LATENCY_S + tokens * self.kv_bytes / self.link_bytes_s
 
 
@@ -265,7 +264,6 @@ class ModelledWorker:
             self.batch.add(request.trajectory, progress.left, prefill=prefill)
 
     def _prefill(self, request: ScheduledRequest, progress: Left) -> int:
-        """Return tokens to prefill."""
         return self._prompt_tokens + round(progress.done) if request.kv is None else 0
 
     def _left(self, request: ScheduledRequest) -> Left:

@@ -143,7 +143,6 @@ class Figures:
 
 
 def figures_of_run(run: ClusterRun) -> Figures:
-    """Summarize a run."""
     spans = run.spans
     assert len(spans) > WARM_STEPS + END_STEPS, f"{len(spans)} steps are too few"
     steady = spans[WARM_STEPS:-END_STEPS]
@@ -167,7 +166,6 @@ class Seeds:
     runs: Sequence[Figures]
 
     def mean(self, what: str) -> float:
-        """Return a mean over seeds."""
         return sum(self._each(what)) / len(self.runs)
 
     def spread(self, what: str) -> float:
@@ -200,7 +198,6 @@ def simulate(
     steps: int = STEPS,
     per_step: int = GROUPS,
 ) -> Figures:
-    """Simulate a scenario once."""
     drawn = cache(lambda ordinal: EFFICIENCY.draw(seed=seed, ordinal=ordinal, size=SAMPLES))
     plan = ClusterPlan(
         workers=scenario.workers(law),
@@ -226,5 +223,4 @@ def simulate_seeds(
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
 ) -> Seeds:
-    """Simulate several seeds."""
     return Seeds(runs=[simulate(scenario, law=law, seed=seed, steps=steps) for seed in seeds])

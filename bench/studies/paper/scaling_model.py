@@ -30,8 +30,6 @@ MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingModel:
-    """Scaling law."""
-
     slots_per_gpu: int
     tau_s: float
     rise: float
@@ -40,7 +38,6 @@ class ScalingModel:
     train_share: float = TRAIN_SHARE
 
     def training(self, gpus: int) -> int:
-        """Return the training GPUs."""
         return int(gpus * self.train_share)
 
     def workers(self, gpus: int) -> list[WorkerSize]:

@@ -182,7 +182,6 @@ SECTIONS = ("lengths", "dora")
 
 
 def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iterator[Table]:
-    """Yield the requested sections."""
     makers: dict[str, Callable[[], Iterable[Table]]] = {
         "lengths": lambda: [lengths_table()],
         "dora": lambda: published_tables(seeds, steps),

@@ -68,8 +68,6 @@ Watch = Callable[[Supervisor, Files], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """Result of a round."""
-
     order: Order
     hit: Hit | None
     """None: the moment never came and the round does not count."""

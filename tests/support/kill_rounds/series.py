@@ -57,8 +57,6 @@ _ONLY_JSON: Final = ("steps", "acknowledged", "trajectories", "finished", "moved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Rounds of a series."""
-
     seed: int
     kinds: tuple[Kind, ...]
     """Targets in rotation."""

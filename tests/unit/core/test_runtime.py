@@ -33,8 +33,6 @@ OUT = TopicPartition("run.out", 0)
 
 @dataclass(frozen=True)
 class Shout:
-    """Effect of the test."""
-
     text: str
 
 

@@ -97,7 +97,6 @@ def found(steps: Sequence[Step]) -> str:
 
 
 def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -> list[Step]:
-    """Change the twentieth answer."""
     (index,) = [index for index, step in enumerate(steps) if step[0] == "answered"][20:21]
     name, (incarnation, prompt, answer) = steps[index]
     return [*steps[:index], (name, (incarnation, prompt, change(answer))), *steps[index + 1 :]]

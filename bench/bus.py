@@ -114,7 +114,7 @@ class _Watch:
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
         self._took_wall_s = self._took_cpu_s = 0.0
 
-    def goes_on(self, records: int, size_bytes: int) -> bool:
+    def has_room(self, records: int, size_bytes: int) -> bool:
         self.records += records
         self._took_wall_s = time.perf_counter() - self._wall_s
         self._took_cpu_s = time.process_time() - self._cpu_s
@@ -141,7 +141,7 @@ def _append(bus: Bus, topic: str, size_bytes: int, batch: int, seconds: float) -
     writer = bus.writer()
     writer.append(records[:1])  # the first call also connects
     watch = _Watch(seconds)
-    while watch.goes_on(len(writer.append(records)), size_bytes):
+    while watch.has_room(len(writer.append(records)), size_bytes):
         pass
     writer.close()
     return watch
@@ -153,7 +153,7 @@ def _read(bus: Bus, topic: str, records: int, seconds: float) -> _Watch:
     while watch.records < records:
         polled = reader.poll(timeout_s=seconds)
         size_bytes = len(polled[0].value) if polled else 0
-        if not watch.goes_on(len(polled), size_bytes):
+        if not watch.has_room(len(polled), size_bytes):
             break
     reader.close()
     return watch

@@ -115,7 +115,7 @@ class InvariantMonitor:
                 self._on_round(record)
             elif record.topic == self._topics.control:
                 self._control.append(record)
-                self._said(record)
+                self._on_fact(record)
             elif record.topic == self._topics.metrics:
                 self._status(record)
             else:
@@ -155,7 +155,7 @@ class InvariantMonitor:
         self.kinds[f"{topic} {type(value).__struct_config__.tag}"] += 1
         return True
 
-    def _said(self, record: Record) -> None:
+    def _on_fact(self, record: Record) -> None:
         fact = self._decoded(record)
         if not self._is_known("control", fact):
             return

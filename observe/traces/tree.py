@@ -79,12 +79,15 @@ def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
     """
     down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
     for index, level in enumerate(levels):
-        above = (down if _goes_on(levels, index, column) else "   " for column in range(1, level))
-        own = branch_ if _goes_on(levels, index, level) else corner
+        above = (
+            down if _has_later_sibling(levels, index, column) else "   "
+            for column in range(1, level)
+        )
+        own = branch_ if _has_later_sibling(levels, index, level) else corner
         yield "".join((*above, own)) if level else ""
 
 
-def _goes_on(levels: Sequence[int], index: int, level: int) -> bool:
+def _has_later_sibling(levels: Sequence[int], index: int, level: int) -> bool:
     return (
         next((next_level for next_level in levels[index + 1 :] if next_level <= level), -1) == level
     )

@@ -89,12 +89,12 @@ def _answer(answers: Answers, address: str) -> tuple[HTTPStatus, dict[str, Any]]
     try:
         return HTTPStatus.OK, answers.ask(parse_query(address))
     except UsageError as error:
-        return HTTPStatus.NOT_FOUND, _said(error)
+        return HTTPStatus.NOT_FOUND, _error_body(error)
     except DoraError as error:
-        return HTTPStatus.INTERNAL_SERVER_ERROR, _said(error)
+        return HTTPStatus.INTERNAL_SERVER_ERROR, _error_body(error)
     except TimeoutError:
         return HTTPStatus.GATEWAY_TIMEOUT, {"error": "timed out reading the log"}
 
 
-def _said(error: DoraError) -> dict[str, str]:
+def _error_body(error: DoraError) -> dict[str, str]:
     return {"error": error.message, "hint": error.hint or ""}

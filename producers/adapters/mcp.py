@@ -123,7 +123,7 @@ class Server:
     def listed(self) -> list[dict[str, Any]]:
         """Return the server's tools, limited to `tools`. Raises TaskError, ConfigError."""
         if self._listed is None:
-            tools = {str(tool.get("name")): tool for tool in self._said()["tools"]}
+            tools = {str(tool.get("name")): tool for tool in self._server_info()["tools"]}
             for name in self._use.tools:
                 if name not in tools:
                     hint = nearest(name, tools) or f"it has {', '.join(tools)}"
@@ -140,15 +140,15 @@ class Server:
     def stamp(self) -> str:
         """Return its version and a digest of its tools."""
         listed = self.listed()
-        about = self._said()["about"]
+        about = self._server_info()["about"]
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
         return f"{about.get('version', '-')} {digest}"
 
     def called(self) -> str:
         """Name in `worker joined`."""
-        return f"mcp:{self.name or self._said()['about'].get('name', '')}"
+        return f"mcp:{self.name or self._server_info()['about'].get('name', '')}"
 
-    def _said(self) -> dict[str, Any]:
+    def _server_info(self) -> dict[str, Any]:
         if self._about is None:
             self._about = {"tools": self._pages(), "about": self._shared.about}
         return self._about

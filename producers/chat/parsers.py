@@ -72,7 +72,7 @@ def _bad(raw: str, why: str, name: str = "") -> ToolCall:
     return ToolCall(name=name, error=why, raw=raw)
 
 
-def _made(name: Any, arguments: Any, raw: str) -> ToolCall:
+def _tool_call(name: Any, arguments: Any, raw: str) -> ToolCall:
     if not isinstance(name, str) or not name:
         return _bad(raw, "a call without a name")
     if isinstance(arguments, str):
@@ -95,7 +95,7 @@ def _json_call(inner: str, tools: Tools) -> list[ToolCall]:
         return [_bad(raw, f"no JSON: {error}")]
     if not isinstance(value, dict):
         return [_bad(raw, "a call is not an object")]
-    return [_made(value.get("name"), value.get("arguments", {}), raw)]
+    return [_tool_call(value.get("name"), value.get("arguments", {}), raw)]
 
 
 _FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
@@ -165,7 +165,7 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or not all(item.arg for item in node.keywords):
         raise ValueError("a call has a name and named arguments")
     arguments = {str(item.arg): ast.literal_eval(item.value) for item in node.keywords}
-    return _made(ast.unparse(node.func), json.dumps(arguments), raw)
+    return _tool_call(ast.unparse(node.func), json.dumps(arguments), raw)
 
 
 def _llama(text: str, tools: Tools) -> Turn:
@@ -180,7 +180,9 @@ def _llama(text: str, tools: Tools) -> Turn:
     except ValueError as error:
         call = _bad(body, f"no JSON: {error}")
     else:
-        call = _made(value.get("name"), value.get("parameters", value.get("arguments", {})), body)
+        call = _tool_call(
+            value.get("name"), value.get("parameters", value.get("arguments", {})), body
+        )
     return Turn(text="", reasoning=thoughts, tool_calls=(call,))
 
 

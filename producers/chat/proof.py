@@ -68,11 +68,11 @@ def conversations(
             if tools and features.calls and features.results:
                 for _ in range(chance.randint(0, 2)):
                     messages += _calls(features, chance)
-            messages.append(_said(features, chance))
+            messages.append(_assistant_message(features, chance))
         yield messages, [PROBE_TOOL] if tools else []
 
 
-def _said(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
+def _assistant_message(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": chance.choice(_WORDS)}
     often = {"free": 0.6, "always": 1.0, "never": 0.0}[features.thinking]
     if features.reasoning and chance.random() < often:
@@ -81,7 +81,7 @@ def _said(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
 
 
 def _calls(features: TemplateFeatures, chance: random.Random) -> Iterator[dict[str, Any]]:
-    message = _said(features, chance)
+    message = _assistant_message(features, chance)
     if chance.random() < 0.5 or not features.parallel:
         message["content"] = ""
     size = chance.randint(1, 3) if features.parallel else 1

@@ -265,7 +265,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
         if not callable(function):
             raise TaskError(f"{where} is not a function")
         if inspect.isclass(function):
-            function, options = _made(where, function, options), {}
+            function, options = _build(where, function, options), {}
         ask = (bind_group if use.group else bind)(where, function, options)
     else:
         raise ConfigError(
@@ -304,7 +304,7 @@ def _built_in(
     return chosen, (options, *sources)
 
 
-def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:
+def _build(where: str, kind: type, options: Mapping[str, Any]) -> Function:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

@@ -74,7 +74,7 @@ class WriterProcess:
         return text.split()
 
 
-def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
+def read_appended(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
     partition = TopicPartition(topic, 0)
     reader = bus.reader({partition: 0})
     appended: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -97,7 +97,7 @@ def test_processes_that_append_at_once_lose_nothing_and_keep_their_order(harness
         writer.go()
     for writer in writers:
         assert writer.end() == [str(call) for call in range(20)]
-    assert told(bus, topic) == {f"w{i}": sequence(20 * BATCH) for i in range(3)}
+    assert read_appended(bus, topic) == {f"w{i}": sequence(20 * BATCH) for i in range(3)}
 
 
 def test_a_sqlite_log_keeps_the_records_of_an_append_side_by_side(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_process_is_fenced_by_another(harness: Any) -> None:
     calls = int([line, *rest[:-1]][-1]) + 1
     # A broker may answer the commit that a fence overtakes with an unknown error.
     outcomes = {"fenced": {calls}, "unknown": {calls, calls + 1}}
-    appended = told(bus, topic)["zombie"]
+    appended = read_appended(bus, topic)["zombie"]
     assert appended in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
     writer.close()
 
@@ -150,7 +150,7 @@ def kill_rounds(harness: Any, rounds: int) -> None:
         writer.process.kill()
         acknowledged[f"r{i}"] = int(([last, line, *writer.end()])[-1])
     bus.writer(exclusive=name).close()  # ends what the last killed one left open
-    appended = told(bus, topic)
+    appended = read_appended(bus, topic)
     for i in range(rounds):
         who = f"r{i}"
         calls = acknowledged[who] + 1

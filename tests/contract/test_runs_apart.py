@@ -19,7 +19,7 @@ def runs() -> list[Topics]:
     return [Topics(f"{stem}{end}") for end in ("", "-control", "_control", "B", "b")]
 
 
-def made(bus: Bus) -> list[Topics]:
+def create_runs(bus: Bus) -> list[Topics]:
     actual_runs = runs()
     bus.create([TopicSpec(name=name) for run in actual_runs for name in run.all()])
     return actual_runs
@@ -27,7 +27,7 @@ def made(bus: Bus) -> list[Topics]:
 
 def test_records_of_a_run_are_in_its_topics_alone(harness: Harness) -> None:
     bus = harness.open()
-    result = made(bus)
+    result = create_runs(bus)
     there = set(bus.topics())
     names = {run: [name for name in there if name.rpartition(".")[0] == run.run] for run in result}
     assert all(set(mine) == set(run.all()) for run, mine in names.items())
@@ -46,7 +46,7 @@ def test_records_of_a_run_are_in_its_topics_alone(harness: Harness) -> None:
 
 def test_exclusive_writer_of_a_run_fences_nobody_else_s(harness: Harness) -> None:
     bus, other = harness.open(), harness.open()
-    result = made(bus)
+    result = create_runs(bus)
     roles = ("orchestrator", "trainer")
     writers = {
         (run, role): bus.writer(exclusive=f"{run.run}.{role}") for run in result for role in roles

@@ -52,12 +52,12 @@ def config(model: Path, data: Path, lengths: list[int], **sections: Any) -> Conf
     return from_plain(plain | sections)
 
 
-def found(config: Config) -> dict[str, CheckResult]:
+def checks_of(config: Config) -> dict[str, CheckResult]:
     return {finding.what: finding for finding in context_findings(config)}
 
 
 def test_prompts_that_fit_are_ok(model: Path, tmp_path: Path) -> None:
-    rows = found(config(model, tmp_path / "d.jsonl", [3, 44, 9]))
+    rows = checks_of(config(model, tmp_path / "d.jsonl", [3, 44, 9]))
     assert (rows["context"].state, rows["context"].detail) == ("ok", "64 tokens, by torch")
     text = "3 of 3 checked, up to 44 tokens with room for max_tokens"
     assert rows["prompts, train"] == CheckResult("ok", "prompts, train", text)
@@ -66,20 +66,20 @@ def test_prompts_that_fit_are_ok(model: Path, tmp_path: Path) -> None:
 def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_that_do_not_fit(
     model: Path, tmp_path: Path
 ) -> None:
-    row = found(config(model, tmp_path / "d.jsonl", [3, 45, 63]))["prompts, train"]
+    row = checks_of(config(model, tmp_path / "d.jsonl", [3, 45, 63]))["prompts, train"]
     assert row.state == "note"
     assert "2 leave less than max_tokens, 20, in a context of 64: answers are cut" in row.detail
     assert row.detail.endswith("workers.max_model_len = 83 fits all")
-    row = found(config(model, tmp_path / "d.jsonl", [3, 45, 64]))["prompts, train"]
+    row = checks_of(config(model, tmp_path / "d.jsonl", [3, 45, 64]))["prompts, train"]
     assert row.state == "note"
     assert "1 do not fit a context of 64: invalid, as PromptUnfit" in row.detail
-    row = found(config(model, tmp_path / "d.jsonl", [64, 80]))["prompts, train"]
+    row = checks_of(config(model, tmp_path / "d.jsonl", [64, 80]))["prompts, train"]
     assert row.state == "fail"
 
 
 def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path) -> None:
     larger = {"workers": {"max_model_len": 257, "engine": "vllm"}}
-    row = found(config(model, tmp_path / "d.jsonl", [3], **larger))["context"]
+    row = checks_of(config(model, tmp_path / "d.jsonl", [3], **larger))["context"]
     assert row.state == "fail"
     assert "its 256 positions are fewer than workers.max_model_len = 257" in row.detail
     assert row.detail.endswith("workers.max_model_len = 256 or less")
@@ -92,25 +92,25 @@ def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
     chat = msgspec.structs.replace(
         own_config, task=msgspec.structs.replace(own_config.task, chat=True)
     )
-    row = found(chat)["prompts"]
+    row = checks_of(chat)["prompts"]
     assert row.state == "fail" and "messages need a chat template" in row.detail
     small = tmp_path / "small"
     shutil.copytree(model, small)
     plain = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**plain, "vocab_size": 5}))
-    row = found(config(small, tmp_path / "d.jsonl", [3]))["context"]
+    row = checks_of(config(small, tmp_path / "d.jsonl", [3]))["context"]
     assert row.state == "fail" and "embedding has 5 rows" in row.detail
     (small / "config.json").write_text(json.dumps({**plain, "vocab_size": 128}))
-    row = found(config(small, tmp_path / "d.jsonl", [3]))["tokenizer"]
+    row = checks_of(config(small, tmp_path / "d.jsonl", [3]))["tokenizer"]
     assert row.state == "note" and "28 of the model's 128 embedding rows" in row.detail
 
 
 def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:
-    rows = found(config(tmp_path / "none", tmp_path / "d.jsonl", [3]))
+    rows = checks_of(config(tmp_path / "none", tmp_path / "d.jsonl", [3]))
     assert [(row.state, row.what) for row in rows.values()] == [("note", "context")]
     own_config = config(model, tmp_path / "d.jsonl", [3])
     (tmp_path / "d.jsonl").unlink()
-    rows = found(own_config)
+    rows = checks_of(own_config)
     assert rows["context"].state == "ok"
     assert rows["prompts"].state == "note" and "skipped" in rows["prompts"].detail
 
@@ -127,11 +127,11 @@ def test_prompts_that_are_messages_are_as_long_as_the_chat_template_makes_them(
 ) -> None:
     (tmp_path / "chat").mkdir()
     chat = write_chat_model(tmp_path / "chat", text=CHATML)
-    plain = found(config(chat, tmp_path / "d.jsonl", [9]))["prompts, train"].detail
+    plain = checks_of(config(chat, tmp_path / "d.jsonl", [9]))["prompts, train"].detail
     row = {"prompt": [{"role": "user", "content": "7" * 9}], "answer": "7"}
     own_config = config(chat, tmp_path / "d.jsonl", [9])
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
-    rendered = found(own_config)["prompts, train"].detail
+    rendered = checks_of(own_config)["prompts, train"].detail
     assert tokens_in(rendered) > tokens_in(plain) + 5, "its control tokens and roles are counted"
 
 
@@ -168,7 +168,7 @@ def test_every_row_that_makes_no_prompt_or_another_one_is_named(
     own_config = config(chat, tmp_path / "d.jsonl", [9])
     rows = [json.dumps({"prompt": prompt, "answer": "7"}) for prompt in prompts]
     (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
-    rows_seen = found(own_config)
+    rows_seen = checks_of(own_config)
     row = rows_seen.get("prompts, train") or rows_seen["prompts"]
     assert (row.state, text in row.detail) == (state, True), row.detail
     (spec,) = pool_specs(own_config)

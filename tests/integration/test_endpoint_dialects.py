@@ -37,7 +37,7 @@ def shared_stage(assets: Path) -> Iterator[Stage]:
         yield opened
 
 
-def goes_on(stage: Stage, assets: Path) -> None:
+def check_conversation(stage: Stage, assets: Path) -> None:
     """The last two calls: the second has the first's prompt, what was sampled, and a result."""
     first, second = stage.calls[-2:]
     sampled = Tokenizer(assets, special_tokens="parse").ids(CALL)
@@ -71,7 +71,7 @@ def test_responses(shared_stage: Stage, assets: Path, streamed: bool) -> None:
     assert last.usage is not None
     assert last.usage.input_tokens == len(shared_stage.calls[-1].token_ids)
     assert shared_stage.calls[-1].api == "responses"
-    goes_on(shared_stage, assets)
+    check_conversation(shared_stage, assets)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -98,7 +98,7 @@ def test_anthropics_messages(shared_stage: Stage, assets: Path, streamed: bool) 
     assert last.content[0].text == "three"
     assert (last.stop_reason, shared_stage.calls[-1].max_tokens) == ("end_turn", 50)
     assert shared_stage.calls[-1].api == "messages"
-    goes_on(shared_stage, assets)
+    check_conversation(shared_stage, assets)
 
 
 def test_anthropics_keys_are_obeyed_recorded_or_refused(shared_stage: Stage) -> None:

@@ -45,7 +45,7 @@ def running(
     return source, request
 
 
-def let_go(world: World, source: Worker, request: ScheduledRequest, to: Worker) -> RequestReleased:
+def release(world: World, source: Worker, request: ScheduledRequest, to: Worker) -> RequestReleased:
     world.decide(world.move(request, to))
     before = len(world.facts(RequestReleased))
     world.until(source, lambda: len(world.facts(RequestReleased)) > before)
@@ -76,7 +76,7 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     world = World(lengths=lambda seed, turn: LENGTH, handover=PLACES[where](tmp_path))
     source, request = running(world, tokens)
     target = world.start(worker="b", max_tokens=1000)
-    released = let_go(world, source, request, target)
+    released = release(world, source, request, target)
     assert released.resume is not None and released.resume.tokens >= tokens
     assert (released.kv is None) == (where == "nowhere")
     assert source.engine.active == 0 and not source.machine.requests.by_key
@@ -96,11 +96,11 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     assert trajectory.meta.prefills == ((3,) if moved else (3, 3 + released.resume.tokens))
     assert (trajectory.meta.worker, trajectory.meta.incarnation) == ("b", target.setup.incarnation)
     assert target.counts["KV caches imported"] == moved
-    assert _left(world.handover, tmp_path) == []
+    assert _remaining_files(world.handover, tmp_path) == []
     world.handover.clear()
 
 
-def _left(handover: Handover, path: Path) -> list[str]:
+def _remaining_files(handover: Handover, path: Path) -> list[str]:
     if isinstance(handover, MemoryHandover):
         return list(handover.kept)
     return [path.name for path in path.rglob("*") if path.is_file()]
@@ -114,7 +114,7 @@ def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_
     )
     source, request = running(world, 50)
     target = world.start(worker="b", max_tokens=1000)
-    released = let_go(world, source, request, target)
+    released = release(world, source, request, target)
     (file,) = folder.iterdir()
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -199,11 +199,11 @@ def test_cancelled_request_leaves_no_cache_behind() -> None:
     full = world.start(worker="b", slots=1, max_tokens=1000)
     world.decide(world.place(full, 8))
     world.ticks(full, 5)
-    request = taken_up(world, full, let_go(world, source, request, full))
+    request = taken_up(world, full, release(world, source, request, full))
     world.ticks(full, 5)
     world.decide(world.cancel(request))
     world.ticks(full, 5)
-    assert not _left(world.handover, Path())
+    assert not _remaining_files(world.handover, Path())
 
 
 def test_drained_worker_lets_its_requests_go_and_leaves() -> None:

@@ -66,7 +66,7 @@ def _joined(
         yield stop
 
 
-def _left(run: Run) -> list[WorkerLeft]:
+def _left_events(run: Run) -> list[WorkerLeft]:
     return [event for _, event in run.control() if isinstance(event, WorkerLeft)]
 
 
@@ -146,7 +146,7 @@ def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) 
     logged = run.logged()[0]
     assert logged.incarnation == second != first
     assert len(run.engines) == 2
-    assert [event.incarnation for event in _left(run)] == [second]
+    assert [event.incarnation for event in _left_events(run)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
@@ -227,7 +227,7 @@ def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) ->
 
     with pytest.raises(PolicyError, match="cannot host version 0"):
         run.work(_joined(run, assign, stop=False))
-    remaining = _left(run)
+    remaining = _left_events(run)
     assert len(remaining) == 1 and "cannot host version 0" in remaining[0].reason
 
 
@@ -255,7 +255,7 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
         run.work(
             _joined(run, lambda incarnation, _: run.decide(run.assign(incarnation)), stop=False)
         )
-    remaining = _left(run)
+    remaining = _left_events(run)
     assert len(remaining) == 1 and text in remaining[0].reason
 
 
@@ -270,4 +270,4 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    assert [event.incarnation for event in _left(run)] == [run.joins()[0][0]]
+    assert [event.incarnation for event in _left_events(run)] == [run.joins()[0][0]]

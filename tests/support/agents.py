@@ -96,9 +96,9 @@ class AgentsPort:
         self.started.append(call.request)
         self.answered[call.request] = []
         running = self._running[call.request] = _RunningAgent(self._play(call))
-        self._go_on(call.request, running, None)
+        self._advance(call.request, running, None)
 
-    def _go_on(self, request: str, running: _RunningAgent, heard: list[Heard] | None) -> None:
+    def _advance(self, request: str, running: _RunningAgent, heard: list[Heard] | None) -> None:
         try:
             asks = running.agent.send(heard) if heard is not None else next(running.agent)
         except StopIteration as end:
@@ -135,7 +135,7 @@ class AgentsPort:
             self.refused.append(heard)
         waits = [wait for wait in running.waits.values() if wait is not None]
         if len(waits) == len(running.waits):
-            self._go_on(heard.request, running, waits)
+            self._advance(heard.request, running, waits)
 
     def _close(self, request: str) -> None:
         self.opened.remove(request)

@@ -130,15 +130,17 @@ def main(words: Sequence[str]) -> int:
         text = f"no round {sorted(unknown)[0]!r}; there are {names}" if unknown else NO_GPU
         sys.stderr.write(f"error: {text}\n")
         return 1
-    replies = [_told(gpu_round) for gpu_round in ROUNDS if gpu_round.name in words or not words]
+    replies = [
+        _run_round(gpu_round) for gpu_round in ROUNDS if gpu_round.name in words or not words
+    ]
     sys.stdout.write("".join(f"{line}\n" for line in replies))
     return int(any("exit code" in line for line in replies))
 
 
-def _told(first_round: Round) -> str:
+def _run_round(gpu_round: Round) -> str:
     started_s = time.monotonic()
-    ended = first_round.run()
-    line = f"gpu round {first_round.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"
+    ended = gpu_round.run()
+    line = f"gpu round {gpu_round.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
     return line

@@ -133,10 +133,12 @@ def _span(span: trace_pb2.Span) -> Span:
         parent_id=span.parent_span_id.hex(),
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
-        attributes=_said(span.attributes),
-        events=tuple(Event(e.name, e.time_unix_nano, _said(e.attributes)) for e in span.events),
+        attributes=_attributes(span.attributes),
+        events=tuple(
+            Event(e.name, e.time_unix_nano, _attributes(e.attributes)) for e in span.events
+        ),
         links=tuple(
-            Link(link.trace_id.hex(), link.span_id.hex(), _said(link.attributes))
+            Link(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes))
             for link in span.links
         ),
         error=span.status.message if failed else "",
@@ -145,7 +147,7 @@ def _span(span: trace_pb2.Span) -> Span:
     return actual_span
 
 
-def _said(attributes: Any) -> dict[str, Value]:
+def _attributes(attributes: Any) -> dict[str, Value]:
     return {attribute.key: value_of(attribute.value) for attribute in attributes}
 
 

@@ -62,12 +62,12 @@ def probe(weights: Weights, engine: Engine) -> frozenset[str]:
     same = all(together[name] == bits for name, bits in alone.items())
     if not (same and _head_is_invariant(weights)):
         return frozenset({COUNTER_SAMPLING})
-    if not _goes_on(engine, requests, together):
+    if not _resumes_equally(engine, requests, together):
         return frozenset({COUNTER_SAMPLING, BATCH_INVARIANT})
     return frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
 
 
-def _goes_on(engine: Engine, requests: list[EngineRequest], expected: Bits) -> bool:
+def _resumes_equally(engine: Engine, requests: list[EngineRequest], expected: Bits) -> bool:
     resumed = [
         replace(
             request,

@@ -33,7 +33,7 @@ ROWS: list[Row] = [
 OPTIONS = EndpointOptions(model="big", batch=1, concurrency=2, timeout_s=5.0, retries_max=2)
 
 
-def said(scores: Scores) -> list[list[float]]:
+def rows_of(scores: Scores) -> list[list[float]]:
     while True:
         try:
             next(scores)
@@ -70,7 +70,7 @@ def test_directory_says_the_log_softmax_of_its_logits_however_it_is_packed(
     directory: Path, temperature: float, tokens: int
 ) -> None:
     options = ModelOptions(temperature=temperature, padded_tokens_max=tokens)
-    rows = said(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
+    rows = rows_of(ModelTeacher(directory, digest="", options=options).logprobs(ROWS))
     for row, own in zip(rows, expected(directory, temperature), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
         assert [float(np.float32(entry)) for entry in row] == row
@@ -90,7 +90,7 @@ def test_directory_is_named_by_its_weights_and_others_are_refused(
 def test_token_that_a_directory_does_not_know_is_named(directory: Path) -> None:
     teacher = ModelTeacher(directory, digest="", options=ModelOptions())
     with pytest.raises(PolicyError, match="has no token 777: it has 259"):
-        said(teacher.logprobs([([1, 777], [0, 1])]))
+        rows_of(teacher.logprobs([([1, 777], [0, 1])]))
 
 
 def config_of(**teacher: Any) -> Config:
@@ -138,11 +138,11 @@ def teacher(directory: Path) -> Iterator[Teacher]:
 
 
 def test_endpoint_says_what_the_directory_says(directory: Path, teacher: Teacher) -> None:
-    rows = said(teacher.logprobs(ROWS))
+    rows = rows_of(teacher.logprobs(ROWS))
     for row, own in zip(rows, expected(directory), strict=True):
         assert row == pytest.approx(own, abs=2e-5)
         assert [float(np.float32(entry)) for entry in row] == row
-    assert said(teacher.logprobs([])) == []
+    assert rows_of(teacher.logprobs([])) == []
     assert not teacher.repeatable and teacher.name() == "endpoint big"
 
 
@@ -200,11 +200,11 @@ def test_endpoint_that_does_not_say_it_ends_the_step_with_one_line(
     with judge_endpoint(lambda number, _: (status, body), asked=lambda body: body) as there:
         teacher = EndpointTeacher(there.url, OPTIONS, key="secret")
         with pytest.raises(error, match=words) as ended:
-            said(teacher.logprobs([([1, 9], [0, 1])]))
+            rows_of(teacher.logprobs([([1, 9], [0, 1])]))
         assert len(there.asked) == asked
         assert ended.value.waited_out == (status == 503)
         assert teacher.waits_for == ""
     if status == 503:
         removed_teacher = EndpointTeacher(there.url, OPTIONS)
         with pytest.raises(ResourceError, match="does not answer"):
-            said(removed_teacher.logprobs([([1, 9], [0, 1])]))
+            rows_of(removed_teacher.logprobs([([1, 9], [0, 1])]))

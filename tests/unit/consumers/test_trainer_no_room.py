@@ -99,7 +99,7 @@ PLACES: dict[str, Callable[[TrainerStage, str], Any]] = {
 
 
 @pytest.fixture(params=PLACES)
-def directory(request: pytest.FixtureRequest) -> Callable[[TrainerStage, str], Any]:
+def fill_disk(request: pytest.FixtureRequest) -> Callable[[TrainerStage, str], Any]:
     return PLACES[request.param]
 
 
@@ -119,7 +119,7 @@ def _waiting(stage: TrainerStage, trainer: StagedTrainer, seconds: float) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_some(
     stage: TrainerStage,
-    directory: Callable[[TrainerStage, str], Any],
+    fill_disk: Callable[[TrainerStage, str], Any],
     kind: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -127,7 +127,7 @@ def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_
     other = TrainerStage(tmp_path / "other")
     other.start_run()
     train(other, other.trainer(checkpoint_every=1), *range(3))
-    full = directory(stage, kind)
+    full = fill_disk(stage, kind)
     trainer = stage.trainer(checkpoint_every=1)
     train(stage, trainer, 0)
     full.full = True
@@ -150,9 +150,9 @@ def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_
 
 
 def test_trainer_ends_with_one_line_when_nobody_makes_room(
-    stage: TrainerStage, directory: Callable[[TrainerStage, str], Any]
+    stage: TrainerStage, fill_disk: Callable[[TrainerStage, str], Any]
 ) -> None:
-    full = directory(stage, "weights")
+    full = fill_disk(stage, "weights")
     trainer = stage.trainer()
     train(stage, trainer, 0)
     full.full = True

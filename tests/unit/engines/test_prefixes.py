@@ -38,7 +38,7 @@ def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[
     return asked
 
 
-def found(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
+def find_cached(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
     """Return the number of held tokens and compare their content."""
     cached = kept.known(weights, ids_of(tokens))
     data = kept.longest(weights, ids_of(tokens))
@@ -62,9 +62,14 @@ def test_only_what_is_not_held_is_copied() -> None:
 def test_longest_common_beginning_is_found_also_in_the_middle_of_what_was_kept() -> None:
     kept = KeptPrefixes(tokens_max=100)
     keep(kept, "aa", [1, 2, 3, 4, 5, 6])
-    assert found(kept, "aa", [1, 2, 3, 9]) == 3
-    assert found(kept, "aa", [1, 2, 3, 4, 5, 6, 7, 8]) == 6
-    assert found(kept, "aa", [2, 3]) == found(kept, "bb", [1, 2]) == found(kept, "aa", []) == 0
+    assert find_cached(kept, "aa", [1, 2, 3, 9]) == 3
+    assert find_cached(kept, "aa", [1, 2, 3, 4, 5, 6, 7, 8]) == 6
+    assert (
+        find_cached(kept, "aa", [2, 3])
+        == find_cached(kept, "bb", [1, 2])
+        == find_cached(kept, "aa", [])
+        == 0
+    )
 
 
 def test_what_was_not_used_for_longest_goes_first_and_ends_before_beginnings() -> None:
@@ -73,18 +78,18 @@ def test_what_was_not_used_for_longest_goes_first_and_ends_before_beginnings() -
     keep(kept, "aa", [1, 1, 2, 2])
     keep(kept, "aa", [5, 5])
     assert kept.tokens == 8
-    found(kept, "aa", [1, 1, 1, 1])
+    find_cached(kept, "aa", [1, 1, 1, 1])
     keep(kept, "aa", [7])
-    assert found(kept, "aa", [1, 1, 2, 2]) == 2
-    assert found(kept, "aa", [1, 1, 1, 1]) == 4
-    assert found(kept, "aa", [5, 5]) == 2
+    assert find_cached(kept, "aa", [1, 1, 2, 2]) == 2
+    assert find_cached(kept, "aa", [1, 1, 1, 1]) == 4
+    assert find_cached(kept, "aa", [5, 5]) == 2
 
 
 def test_sequence_beyond_the_bound_is_not_kept_and_pushes_nothing_out() -> None:
     kept = KeptPrefixes(tokens_max=3)
     keep(kept, "aa", [1, 2, 3])
     assert keep(kept, "aa", [4, 5, 6, 7]) == []
-    assert found(kept, "aa", [1, 2, 3]) == 3
+    assert find_cached(kept, "aa", [1, 2, 3]) == 3
 
 
 def test_weights_that_are_gone_take_theirs_along() -> None:
@@ -93,7 +98,7 @@ def test_weights_that_are_gone_take_theirs_along() -> None:
         keep(kept, weights, [1, 2, 3])
         keep(kept, weights, [1, 2, 4])
     kept.retain({"bb"})
-    assert (found(kept, "aa", [1, 2, 3]), found(kept, "bb", [1, 2, 3])) == (0, 3)
+    assert (find_cached(kept, "aa", [1, 2, 3]), find_cached(kept, "bb", [1, 2, 3])) == (0, 3)
     assert kept.tokens == 4
     kept.retain(())
     assert kept.tokens == 0 and keep(kept, "bb", [1]) == [(0, 1)]
@@ -114,9 +119,9 @@ def test_held_tokens_are_those_of_the_tree_and_never_more_than_the_bound(
         if what == "keep":
             keep(kept, weights, tokens)
             if len(tokens) <= tokens_max:
-                assert found(kept, weights, tokens) == len(tokens)
+                assert find_cached(kept, weights, tokens) == len(tokens)
         elif what == "find":
-            found(kept, weights, tokens)
+            find_cached(kept, weights, tokens)
         else:
             kept.retain({weights})
         assert kept.tokens == _tokens(kept) <= tokens_max

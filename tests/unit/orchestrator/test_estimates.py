@@ -9,7 +9,7 @@ from dora_pipe.orchestrator.estimates import STALL_MIN_NS, STALL_NS, Estimates, 
 SECOND = 1_000_000_000
 
 
-def seen(*lives_s: float) -> Estimates:
+def estimates_of(*lives_s: float) -> Estimates:
     estimates = Estimates()
     for entry in lives_s:
         estimates.lived(int(entry * SECOND))
@@ -22,7 +22,7 @@ def test_without_history_a_request_is_expected_to_live_as_long_again() -> None:
 
 
 def test_long_tail_makes_old_requests_live_longer_than_young_ones() -> None:
-    outlook = Outlook(seen(*[1.0] * 900, *[200.0] * 100))
+    outlook = Outlook(estimates_of(*[1.0] * 900, *[200.0] * 100))
     assert outlook.left_ns(10 * SECOND) > 5 * outlook.left_ns(0)
 
 

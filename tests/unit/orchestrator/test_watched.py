@@ -40,7 +40,7 @@ REWARDS = st.lists(
 )
 
 
-def told(order: Sequence[tuple[int, Sequence[float]]], versions: int) -> Watched:
+def watch_rewards(order: Sequence[tuple[int, Sequence[float]]], versions: int) -> Watched:
     watched = Watched()
     for version in range(versions):
         watched = begun(watched, version)
@@ -59,7 +59,7 @@ def test_best_is_the_first_of_the_highest_whatever_order_groups_end_in(
     ]
     ends = [(index, group) for index, groups in enumerate(versions) for group in groups]
     Random(seed).shuffle(ends)
-    watched = told(ends, len(versions))
+    watched = watch_rewards(ends, len(versions))
     earlier_means = [mean for mean in means if mean is not None]
     best = means.index(max(earlier_means)) if earlier_means else -1
     assert (watched.open, watched.best) == ((), best)

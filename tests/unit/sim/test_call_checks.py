@@ -82,7 +82,7 @@ def sound() -> list[Step]:
     return recorder.steps
 
 
-def found(steps: Sequence[Step]) -> str:
+def check_of(steps: Sequence[Step]) -> str:
     def wrong(check: str, what: str) -> None:
         raise InvariantBroken(f"{check}: {what}")
 
@@ -103,14 +103,14 @@ def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -
 
 
 def test_sound_run_of_agents_holds(sound: list[Step]) -> None:
-    assert found(sound) == ""
+    assert check_of(sound) == ""
 
 
 def test_answer_that_is_not_in_the_log_is_found(sound: list[Step]) -> None:
     answered_at = next(index for index, step in enumerate(sound) if step[0] == "answered")
     late = [step for step in sound[:answered_at] if step[0] == "landed"]
     assert late
-    assert found([step for step in sound if step not in late]) == "calls"
+    assert check_of([step for step in sound if step not in late]) == "calls"
 
 
 def test_answer_of_another_seed_or_version_is_found(sound: list[Step]) -> None:
@@ -119,7 +119,7 @@ def test_answer_of_another_seed_or_version_is_found(sound: list[Step]) -> None:
             answer, token_ids=[7] * len(answer.token_ids), logprobs=answer.logprobs
         )
 
-    assert found(changed(sound, other)) == "C1"
+    assert check_of(changed(sound, other)) == "C1"
 
 
 def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
@@ -127,12 +127,12 @@ def test_answer_that_is_cut_on_its_way_is_found(sound: list[Step]) -> None:
         tokens, logprobs = answer.token_ids[:-1], answer.logprobs[:-1]
         return msgspec.structs.replace(answer, token_ids=tokens, logprobs=logprobs)
 
-    assert found(changed(sound, shorter)) == "calls"
+    assert check_of(changed(sound, shorter)) == "calls"
 
 
 def test_record_with_an_answer_that_its_agent_has_not_heard_is_found(sound: list[Step]) -> None:
     answered_at = next(index for index, step in enumerate(sound) if step[0] == "answered")
-    assert found([*sound[:answered_at], *sound[answered_at + 1 :]]) == "calls"
+    assert check_of([*sound[:answered_at], *sound[answered_at + 1 :]]) == "calls"
 
 
 def test_record_tells_of_each_token_once(sound: list[Step]) -> None:

@@ -51,7 +51,7 @@ def patched(folder: Path, versions: list[Tensors]) -> list[Change]:
     ]
 
 
-def made(folder: Path, base: int, last: int) -> bytes:
+def build_delta(folder: Path, base: int, last: int) -> bytes:
     paths = [folder / f"p{n}" for n in range(base + 1, last + 1)]
     with opened_deltas(paths) as opened:
         write_from_deltas(folder / "made", folder / f"v{base}", opened)
@@ -100,7 +100,7 @@ def test_the_file_that_a_delta_makes_is_the_version_bit_by_bit(
     with pytest.MonkeyPatch.context() as delta:
         delta.setattr(deltas, "BLOCK_ELEMENTS", block)
         (change,) = patched(folder, list(versions))
-        assert made(folder, 0, 1) == (folder / "v1").read_bytes()
+        assert build_delta(folder, 0, 1) == (folder / "v1").read_bytes()
     old, new = versions
     differing = sum(
         sum(
@@ -144,7 +144,7 @@ def test_every_damaged_byte_is_refused_before_anything_is_written(tmp_path: Path
             sound[:index] + bytes([sound[index] ^ 1]) + sound[index + 1 :]
         )
         with pytest.raises(PolicyError, match="not a usable delta"):
-            made(tmp_path, 0, 1)
+            build_delta(tmp_path, 0, 1)
     assert not (tmp_path / "made").exists()
 
 
@@ -193,7 +193,7 @@ def test_a_head_that_cannot_be_is_refused(tmp_path: Path, old: bytes, new: bytes
     patched(tmp_path, [entry, {**two, "bias": bf16(np.full(8, 2.0))}])
     (tmp_path / "p1").write_bytes(signed((tmp_path / "p1").read_bytes(), old, new))
     with pytest.raises(PolicyError, match="not a usable delta"):
-        made(tmp_path, 0, 1)
+        build_delta(tmp_path, 0, 1)
 
 
 def test_a_delta_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_delta_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     patched(tmp_path, [small, large])
     monkeypatch.setattr(deltas, "BYTES_FREE", 1000)
     with pytest.raises(PolicyError, match="produces more than"):
-        made(tmp_path, 0, 1)
+        build_delta(tmp_path, 0, 1)
 
 
 def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -215,4 +215,4 @@ def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
         tmp_path / "p1", tmp_path / "v0", tmp_path / "v1", digest_before="a", digest_after=digest
     )
     with pytest.raises(PolicyError, match="NaN or infinite"):
-        made(tmp_path, 0, 1)
+        build_delta(tmp_path, 0, 1)

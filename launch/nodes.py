@@ -17,7 +17,8 @@ from typing import Final
 
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
-from dora_pipe.core.system.console import die_with, say
+from dora_pipe.core.system.console import say
+from dora_pipe.core.system.linux import die_with
 
 RANK: Final = "RANK"
 

@@ -17,7 +17,8 @@ from typing import NoReturn
 import msgspec
 
 from dora_pipe.config.model import Config
-from dora_pipe.core.system.console import die_with, start_module
+from dora_pipe.core.system.console import start_module
+from dora_pipe.core.system.linux import die_with
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.control import RunStarted

@@ -3,7 +3,6 @@ processes."""
 
 from __future__ import annotations
 
-import ctypes
 import io
 import logging
 import os
@@ -156,21 +155,6 @@ def own_name() -> str:
 
     title = getproctitle()
     return title.removeprefix(PREFIX) if title.startswith(PREFIX) else ""
-
-
-_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Opened before any fork."""
-
-PR_SET_PDEATHSIG: Final = 1
-"""Signal on the parent's death (Linux prctl)."""
-
-
-def die_with(parent_pid: int) -> None:
-    """Be killed when the parent dies. Linux only; elsewhere children watch a pipe."""
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # the parent died before the call
 
 
 def start_module(

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from dora_pipe import __version__
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ResourceError, TaskError, one_line
 from dora_pipe.core.system.background import Background
+from dora_pipe.core.system.linux import dying
 
 if TYPE_CHECKING:
     import httpx2
@@ -43,14 +43,6 @@ _STAND_INS: Final = ("Not Found", "Session terminated", "Server returned an erro
 """Messages of the SDK for a request rejected by HTTP status."""
 
 _QUOTED: Final = 2048
-
-_DIE_WITH_PARENT: Final = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""Wrapper that ends a server with this process (Linux)."""
 
 _LOOP: Final = Background()
 
@@ -142,13 +134,11 @@ class Connection:
     def _command(self) -> StdioServerParameters:
         from mcp import StdioServerParameters
 
-        program, *words = self._use.command
+        program = self._use.command[0]
         path = Path(self._directory, program) if Path(program).name != program else program
         if shutil.which(path) is None:
             raise ServerAway(f"{self._where} cannot start: program not found: {program}")
-        if sys.platform == "linux":
-            words = ["-ISc", _DIE_WITH_PARENT, str(os.getpid()), program, *words]
-            program = sys.executable
+        program, *words = dying(self._use.command)
         return StdioServerParameters(
             command=program, args=words, env=dict(os.environ), cwd=self._directory or None
         )

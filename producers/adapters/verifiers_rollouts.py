@@ -23,6 +23,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from dora_pipe.core.system.linux import dying
+
 MODEL: Final = "policy"
 
 _KEY_VARIABLE: Final = "DORA_PIPE_API_KEY_"
@@ -30,11 +32,6 @@ _KEY_VARIABLE: Final = "DORA_PIPE_API_KEY_"
 `API_KEY` from programs."""
 
 _METADATA: Final = re.compile(r"(?m)^# /// script\s*$\n((?:^#(?:| .*)$\n)+?)^# ///\s*$")
-
-_DIE_WITH: Final = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 
 _numbers = itertools.count()
 
@@ -96,13 +93,13 @@ def run_programs_here(runtimes: Any) -> None:
         here = True
 
         async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-            return await super().run(_dying(argv), env)
+            return await super().run(dying(argv), env)
 
         async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            await super().run_background(_dying(argv), env, log)
+            await super().run_background(dying(argv), env, log)
 
         async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
-            return await super().open_process(_dying(argv), env)
+            return await super().open_process(dying(argv), env)
 
         async def prepare_uv_script(
             self, script: str | bytes, env: dict[str, str] | None = None, **options: Any
@@ -114,12 +111,6 @@ def run_programs_here(runtimes: Any) -> None:
             return [sys.executable, str(_written(text, Path(self.scripts_dir)))]
 
     runtimes.SubprocessRuntime = HereRuntime
-
-
-def _dying(argv: list[str]) -> list[str]:
-    if sys.platform != "linux":
-        return argv
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH, str(os.getpid()), *argv]
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,14 +5,13 @@ read-only file system, empty /proc, /run and /tmp, loopback only. Its descendant
 Otherwise only the limits on time, memory, files and processes apply. A program can read what its
 user can read.
 
-Standalone, standard library only: ``python -I -S sandbox.py < ORDER``, with one JSON object each
-way (`Order`, and a list of `Ended`). It dies with its parent process.
+Runs without site-packages: ``python -I -S sandbox.py < ORDER``, with one JSON object each way
+(`Order`, and a list of `Ended`). It dies with its parent process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -22,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x08000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+if __name__ == "__main__":  # the package is not on the path
+    sys.path.insert(0, str(Path(__file__).parents[2] / "core" / "system"))
+    import linux  # type: ignore[import-not-found]
+else:
+    from dora_pipe.core.system import linux
 
 INNER_ID: Final = 1000
 """User and group inside; exec as non-root drops the namespace's capabilities."""
@@ -75,49 +74,21 @@ class Ended(TypedDict):
     isolated: bool
 
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def check(result: int, what: str) -> None:
-    """Raise OSError if a call of the C library failed."""
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def die_with(parent: int) -> None:
-    """Die with the parent."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def enter_namespaces() -> None:
     """Enter new namespaces; the next child is their first process. Raises OSError if the kernel
     or container forbids it."""
     user, group = os.getuid(), os.getgid()
-    flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
-    check(LIBC.unshare(flags), "unshare")
+    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID
+    linux.unshare(flags | linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{INNER_ID} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{INNER_ID} {group} 1")
 
 
-def mount(kind: str, path: str, flags: int, options: str) -> None:
-    """Call mount(2)."""
-    done = LIBC.mount(b"none", path.encode(), kind.encode(), flags, options.encode())
-    check(done, f"mount {path}")
-
-
 def hide_files(directory: str, room_bytes: int) -> None:
     """Make all read-only, `directory` an empty writable memory file system, and `HIDDEN` empty."""
-    mount("", "/", MS_REC | MS_PRIVATE, "")
-    read_only = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)  # attr_set, clr, ...
-    size = ctypes.sizeof(read_only)
-    done = LIBC.syscall(
-        SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(read_only), size
-    )
-    check(done, "mount_setattr")
+    linux.mount("", "/", linux.MS_REC | linux.MS_PRIVATE, "")
+    linux.make_read_only()
     needed = (sys.base_prefix, sys.prefix, sys.executable)
     hidden = [
         path
@@ -128,8 +99,10 @@ def hide_files(directory: str, room_bytes: int) -> None:
     writable = next((path for path in hidden if directory.startswith(f"{path}/")), directory)
     for path in hidden:
         if path != writable:
-            mount("tmpfs", path, MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
-    mount("tmpfs", writable, MS_NOSUID | MS_NODEV, f"size={room_bytes},mode=700")
+            linux.mount(
+                "tmpfs", path, linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4k"
+            )
+    linux.mount("tmpfs", writable, linux.MS_NOSUID | linux.MS_NODEV, f"size={room_bytes},mode=700")
     Path(directory).mkdir(parents=True, exist_ok=True)
 
 
@@ -183,7 +156,7 @@ def _between(
     pipes: tuple[int, int],
     tell: int,
 ) -> None:
-    die_with(parent)
+    linux.die_with(parent)
     os.setpgid(0, 0)
     isolated = order["isolate"]
     if isolated:  # Fully isolated, or the program does not start.
@@ -197,7 +170,7 @@ def _between(
         os.waitpid(first, 0)
         os._exit(0)
     # First process of the namespace: signals do not end it, and its end kills all others.
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     program = os.fork()
     if program == 0:
         _become(order, order_program, directory, pipes, isolated=isolated)
@@ -209,8 +182,8 @@ def _between(
 def _become(
     order: Order, program: Program, directory: str, pipes: tuple[int, int], *, isolated: bool
 ) -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     os.chdir(directory)
     for number, what in enumerate((*pipes, os.open(os.devnull, os.O_WRONLY))):
         os.dup2(what, number)
@@ -272,10 +245,10 @@ def kill(child: int) -> None:
 
 def main() -> None:
     """Run the order from stdin."""
-    die_with(int(sys.argv[1]))
+    linux.die_with(int(sys.argv[1]))
     directory = sys.argv[2]
     order: Order = json.load(sys.stdin)
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     end = time.monotonic() + order["wall_s"]
     ended: list[Any] = []

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.core.system.console import die_with, name_process
+from dora_pipe.core.system.console import name_process
 from dora_pipe.core.system.http_server import bounded_server
+from dora_pipe.core.system.linux import die_with
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.app import Endpoint

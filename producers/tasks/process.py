@@ -19,7 +19,8 @@ from typing import Final, TextIO
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, DoraError, printable
-from dora_pipe.core.system.console import die_with, name_process, say
+from dora_pipe.core.system.console import name_process, say
+from dora_pipe.core.system.linux import die_with
 from dora_pipe.core.system.own_code import traceback_of
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.calls import (

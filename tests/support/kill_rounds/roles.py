@@ -22,7 +22,7 @@ from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.core.system.clock import Clock, SystemClock
-from dora_pipe.core.system.console import die_with
+from dora_pipe.core.system.linux import die_with
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.processes import end_process
 from dora_pipe.launch.run_dir import RunDir

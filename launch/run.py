@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +23,6 @@ from dora_pipe.core.errors import (
     ResourceError,
     RunHalted,
     TaskError,
-    install_hint,
 )
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.system.clock import SystemClock
@@ -147,22 +145,9 @@ def need_parts(config: Config) -> None:
     need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)
     need_learner(config)
-    need_endpoint(config)
     Samplers.load(config)
     need_gpus(config)
     need_transfers(config.transfers)
-
-
-def need_endpoint(config: Config) -> None:
-    """Raise ConfigError if agents need an endpoint package that is not installed."""
-    if not any(task.has_agent for task in config.tasks):
-        return
-    for package in ("starlette", "uvicorn", "httptools"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"a task with an agent needs {package}, which is not installed",
-                hint=install_hint("agents"),
-            )
 
 
 def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:

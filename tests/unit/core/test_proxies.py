@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import httpx2
 import pytest
 import requests.utils
 
@@ -29,17 +29,17 @@ def proxied_by_requests(url: str) -> bool:
     return bool(requests.utils.get_environ_proxies(url))
 
 
-def proxied_by_httpx(url: str) -> bool:
-    with httpx.Client() as client:
-        return client._transport_for_url(httpx.URL(url)) is not client._transport
+def proxied_by_httpx2(url: str) -> bool:
+    with httpx2.Client() as client:
+        return client._transport_for_url(httpx2.URL(url)) is not client._transport
 
 
 def proxied_by_urllib(url: str) -> bool:
-    host = httpx.URL(url).host
+    host = httpx2.URL(url).host
     return "http" in getproxies() and not proxy_bypass(host)
 
 
-@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx, proxied_by_urllib])
+@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx2, proxied_by_urllib])
 def test_clients_of_every_kind_bypass_proxies(proxied: Callable[[str], bool]) -> None:
     bypass_proxies("10.0.0.5")
     assert [host for host in BYPASSED if proxied(f"http://{host}:8000/v1")] == []
@@ -47,7 +47,7 @@ def test_clients_of_every_kind_bypass_proxies(proxied: Callable[[str], bool]) ->
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
 
 
-@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx, proxied_by_urllib])
+@pytest.mark.parametrize("proxied", [proxied_by_requests, proxied_by_httpx2, proxied_by_urllib])
 def test_who_bypasses_all_proxies_still_does(
     proxied: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
+from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, Taken, VersionEntry, WorkerEntry
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.group_ledger import GroupLedger, SpillDict
 from dora_pipe.audit.row_ledger import RowLedger
 from dora_pipe.config.model import Config, Task
 from dora_pipe.orchestrator.curriculum import SKIPPED_MAX
@@ -50,14 +52,26 @@ from dora_pipe.schemas.rounds import (
     TakePart,
 )
 
-if TYPE_CHECKING:
-    from dora_pipe.audit.ledger import Ledger
+
+class Booked(Protocol):
+    """Ledger of a run, as the checks read it."""
+
+    findings: Findings
+    accounts: GroupLedger
+    started: RunStarted | None
+    stopped: Moment | None
+    takes: SpillDict[tuple[int, int], Taken]
+    version: int
+    versions: SpillDict[int, VersionEntry]
+
+    @property
+    def partial_rollout(self) -> bool: ...
 
 
 class Legality:
     """Check of decisions before they are booked."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Booked) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
         self.bound = BoundLedger()
@@ -474,7 +488,7 @@ def _skipped(spec: GroupSpec) -> str:
     return f"{spec.source} skipped"
 
 
-def check_spec(decision: Dispatch, before: Counter[str], ledger: Ledger, config: Config) -> None:
+def check_spec(decision: Dispatch, before: Counter[str], ledger: Booked, config: Config) -> None:
     """Check a dispatch against the log and the dispatches `before`, by purpose and source. Solved
     rows and sampler draws are checked by the fold."""
     started, spec = ledger.started, decision.spec

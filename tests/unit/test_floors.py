@@ -4,7 +4,10 @@ import ast
 import os
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 from tests.support.tidy import ROOT, module_imports
 
@@ -32,6 +35,13 @@ def test_imports_go_down_only(tmp_path: Path) -> None:
     status, output = _lint(linked)
     assert status == 0, output
     assert "floors KEPT" in output
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    graph = grimp.build_graph("dora_pipe", cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert len(imports["dora_pipe.audit.ledger"]) > 1
+    TopologicalSorter(imports).prepare()  # its CycleError names the circle
 
 
 def test_package_of_the_modules_on_several_floors_imports_nothing_itself() -> None:

@@ -111,7 +111,8 @@ class RunProgress(RunStats):
             case WorkerReady() if fact.version != NO_VERSION:
                 self.served[fact.worker] += 1
             case WorkerJoined():
-                self._say(f"{fact.worker} joined ({fact.engine}, {fact.slots} slots)")
+                engine = f"{fact.engine} {fact.engine_version}"
+                self._say(f"{fact.worker} joined ({engine}, {fact.slots} slots)")
             case WorkerLeft():
                 if self._alarms:
                     self._alarms.forget(fact.worker, fact.incarnation)

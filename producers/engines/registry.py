@@ -224,6 +224,7 @@ def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
     from dora_pipe.producers.engines.vllm.http import Address
     from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm.server import VllmEngine
+    from dora_pipe.producers.engines.vllm.stock import SAMPLING, has_logprobs
 
     if not config.workers.vllm.addresses:
         _check_vllm_model(assets, config)  # fail before the server starts
@@ -235,7 +236,14 @@ def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
         )
     address = Address.of(addresses[0], key) if addresses else None
     settings, routes = _vllm_settings(config), config.sampling.return_routed_experts
-    return VllmEngine(assets, **_sizes(config, decode), **settings, address=address, routes=routes)
+    engine = VllmEngine(
+        assets, **_sizes(config, decode), **settings, address=address, routes=routes
+    )
+    evaluated = [config.eval_sampling(evaluation) for evaluation in config.evaluations]
+    if engine.stock and not all(map(has_logprobs, (config.sampling, *evaluated))):
+        engine.close()
+        raise ConfigError(SAMPLING, hint="start it with dora-pipe's extension (docs/engines.md)")
+    return engine
 
 
 BUILT_IN: Final[Mapping[str, EngineKind]] = {

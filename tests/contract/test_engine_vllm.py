@@ -16,7 +16,7 @@ from dora_pipe.producers.engines.engine import EngineRequest
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
 from dora_pipe.producers.engines.vllm.http import Address, call
 from dora_pipe.producers.engines.vllm.server import VllmEngine
-from dora_pipe.store.model_dir import import_model, write_as
+from dora_pipe.store.model_dir import WEIGHTS, import_model, weights_digest, write_as
 from tests.support import device, models
 from tests.support.adapters import RANK
 from tests.support.engine_contract import Subject, request, requests, run
@@ -29,6 +29,7 @@ from tests.support.vllm_servers import (
     open_shared,
     running_server,
     server_subject,
+    stock_server,
 )
 
 LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
@@ -330,3 +331,24 @@ def test_packed_weights_are_those_that_were_loaded_last(tmp_path: Path, kind: st
                     _model(subject, seed), request, results[request.request]
                 )
                 assert distance < LOGPROB_DISTANCE_MAX, request
+
+
+def test_stock_server_generates_as_transformers_does(tmp_path: Path) -> None:
+    from tests.support.torch_engines import logprob_distance
+
+    need_vllm()
+    model = models.make_qwen2(tmp_path / "model", 0, scale=8.0)
+    with stock_server(model) as address:
+        engine = VllmEngine(model, slots=8, context_tokens=CONTEXT_TOKENS, address=address)
+        engine.load(model / WEIGHTS, version=0, digest=weights_digest(model))
+        asked = [request(f"r{seed}", [5, 9, 14], seed=seed, max_tokens=30) for seed in range(6)]
+        greedy = request("greedy", [5, 9, 14], max_tokens=30, temperature=0.0)
+        results = run(engine, [*asked, greedy])
+        assert engine.version.endswith(" stock") and not engine.declares
+        assert run(engine, asked) == {name: results[name] for name in results if name != "greedy"}
+        engine.close()
+    assert len({tuple(result.tokens) for result in results.values()}) == len(results)
+    for sent in (*asked, greedy):
+        assert len(results[sent.request].tokens) == 30
+        distance = logprob_distance(model, sent, results[sent.request])
+        assert distance < LOGPROB_DISTANCE_MAX, sent

@@ -41,8 +41,8 @@ class FakeVllm(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    stock = False
-    """Without development endpoints, as vLLM's default."""
+    stock: Path | None = None
+    """Model directory of a stock server, which has no development endpoints."""
 
     def __init__(self, key: str = "key", *, slots: int = 64, context_tokens: int = 256) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -220,7 +220,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(None, 200 if self.server.healthy else 503)
             elif self.path == "/v1/models":
                 cards = [{"id": entry, "parent": "policy"} for entry in self.server.named]
-                self._answer({"data": [{"id": "policy", "parent": None}, *cards]})
+                limits = {"root": str(self.server.stock), "max_model_len": 256}
+                self._answer({"data": [{"id": "policy", "parent": None, **limits}, *cards]})
+            elif self.path == "/version":
+                self._answer({"version": "0.0"})
+            elif self.server.stock is not None:
+                self._answer({"detail": "Not Found"}, 404)
             else:
                 self._answer({"weight_version": self.server.label})
 
@@ -230,10 +235,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         server, path = self.server, self.path.partition("?")[0]
         body = json.loads(content) if content else {}
-        if path == "/inference/v1/generate":
-            self._generate(body)
-        elif path == "/collective_rpc" and server.stock:
+        if path == "/v1/completions" and "stream" not in body:
+            self._answer({"choices": [{}]})
+        elif path == "/v1/completions":
+            self._generate(body | {"token_ids": body["prompt"], "sampling_params": body})
+        elif server.stock is not None:
             self._answer({"detail": "Not Found"}, 404)
+        elif path == "/inference/v1/generate":
+            self._generate(body)
         elif path == "/collective_rpc":
             self._answer({"results": server.ranks(body)})
         elif path.endswith("load_lora_adapter"):
@@ -347,13 +356,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _choice(self, tokens: list[Any], finish: str | None, label: str, count: int) -> None:
         spans = [{"version": label, "start": 0, "end": count}] if finish else None
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "token_ids": [token["token_id"] for token in tokens],
             "logprobs": {"content": tokens},
             "finish_reason": finish,
             "weight_versions": spans,
         }
+        if self.server.stock is not None:
+            choice["logprobs"] = {"token_logprobs": [token["logprob"] for token in tokens]}
+            del choice["weight_versions"]
         self._event({"request_id": "x", "choices": [choice]})
 
     def _event(self, value: object) -> None:

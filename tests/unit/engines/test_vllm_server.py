@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -423,7 +424,7 @@ def test_stock_server_resumes_a_request_with_another_seed(
 
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}])
 def test_stock_server_takes_no_request_whose_log_probs_it_would_not_report(
-    stock: tuple[VllmEngine, Path, str], params: dict[str, float]
+    stock: tuple[VllmEngine, Path, str], params: dict[str, Any]
 ) -> None:
     engine, model, digest = stock
     engine.load(model / WEIGHTS, version=0, digest=digest)

@@ -1,4 +1,4 @@
-"""Open runs for the web pages of `ui` and `export html`."""
+"""Open runs for the web pages of `ui`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.cli.options import may_write_file
 from dora_pipe.cli.records import run_rows
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import find_run, opened
-from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.view import Query
-
-
-def export_html(run: str, file: Path, root: Path, *, redact: bool, force: bool) -> None:
-    """Write the pages of a run into one HTML file."""
-    may_write_file(file, force=force)
-    with page_worker(run, root, redact=redact) as worker:
-        worker.read_all()
-        done = export_file(worker, file)
-    say(f"{file}: {done.bytes / 1e6:.1f} MB, {done.pages} pages")
 
 
 def page_worker(run: str, root: Path, *, redact: bool) -> closing[QueryWorker]:

@@ -10,7 +10,6 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
@@ -31,11 +30,6 @@ COMPRESSED_ROWS: Final = 100_000
 """Rows per compression: a sixth of the memory, 0.1 s of work."""
 
 LAID_ROWS: Final = 4096
-
-SAMPLES: Final = ("attempts", "records", "failures", "trajectories")
-
-ByKey = dict[tuple[str, str, str], dict[Any, list[tuple[Any, ...]]]]
-"""By columns, source and key, then by the key's value."""
 
 QUIET: Final = "set enable_progress_bar = false"
 """It would write to stdout."""
@@ -156,8 +150,6 @@ class Catalogue:
         self._missing = duckdb.CatalogException
         self._schemas: dict[type[Row], Any] = {}
         self._memory = duckdb.OutOfMemoryException
-        self._by_key: ByKey | None = None
-        """Cache while narrowed."""
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": threads,
             "memory_limit": MEMORY_MAX,
@@ -182,7 +174,6 @@ class Catalogue:
 
     def append(self, rows: Iterable[Row]) -> None:
         """Append ended rows."""
-        self._forget()
         for kind, found in _by_kind(rows).items():
             self._insert(kind, found, open_=False)
             self._appended += len(found)
@@ -192,7 +183,6 @@ class Catalogue:
 
     def refresh(self, rows: Iterable[Row]) -> None:
         """Replace open rows."""
-        self._forget()
         found = _by_kind(rows)
         for table in TABLES:
             if table.live:
@@ -234,37 +224,9 @@ class Catalogue:
     def keyed(
         self, columns: str, source: str, key: str, value: Any, *, order: str
     ) -> list[tuple[Any, ...]]:
-        """Return the rows with a key's value; while narrowed, all values are cached."""
-        if self._by_key is None:
-            sql = f"select {columns} from {source} where {key} = ? order by {order}"
-            return self.query(sql, [value])
-        known = self._by_key.get((columns, source, key))
-        if known is None:
-            known = self._by_key[columns, source, key] = {}
-            for one, *row in self.query(f"select {key}, {columns} from {source} order by {order}"):
-                known.setdefault(one, []).append(tuple(row))
-        return known.get(value, [])
-
-    @contextmanager
-    def narrowed(self, groups: Sequence[str]) -> Iterator[None]:
-        """Restrict the tables by trajectory to these groups, for many lookups."""
-        samples = """(select trajectory_id from trajectories
-                       where group_id in (select unnest(?::varchar[])))"""
-        made: list[str] = []
-        try:
-            for name in SAMPLES:
-                self._db.execute(
-                    f"create temp table {name} as select * from {name} "
-                    f"where trajectory_id in {samples}",
-                    [list(groups)],
-                )
-                made.append(name)
-            self._by_key = {}
-            yield
-        finally:
-            self._by_key = None
-            for name in made:
-                self._db.execute(f"drop table temp.{name}")
+        """Return the rows with a key's value."""
+        sql = f"select {columns} from {source} where {key} = ? order by {order}"
+        return self.query(sql, [value])
 
     @property
     def source(self) -> CatalogueSource | None:
@@ -293,10 +255,6 @@ class Catalogue:
         finally:
             unfinished.unlink(missing_ok=True)
             unfinished.with_name(f"{unfinished.name}.wal").unlink(missing_ok=True)
-
-    def _forget(self) -> None:
-        if self._by_key:
-            self._by_key = {}
 
     def close(self) -> None:
         """Close the database."""

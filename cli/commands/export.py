@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import lazy_app
-from dora_pipe.cli.options import ForceOption, RedactOption, RunArgument, RunsOption
+from dora_pipe.cli.options import ForceOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.system.console import RUNS
 
@@ -106,19 +106,6 @@ def wandb(
         export_wandb(open_run, project, follow=follow)
 
 
-def html(
-    run: RunArgument,
-    file: Annotated[Path, typer.Argument(help="The HTML file to write.")],
-    redact: RedactOption = False,
-    force: ForceOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Write the pages of `ui` into one HTML file."""
-    from dora_pipe.cli.pages import export_html
-
-    export_html(run, file, root, redact=redact, force=force)
-
-
 export = lazy_app(
     {
         "Commands": {
@@ -146,11 +133,6 @@ export = lazy_app(
                 "cli.commands.export:wandb",
                 "Metrics of each step for W&B.",
                 "export wandb demo my-project",
-            ),
-            "html": (
-                "cli.commands.export:html",
-                "The pages of `ui` in one file.",
-                "export html demo demo.html",
             ),
         }
     },

@@ -108,14 +108,6 @@ class QueryWorker:
         answer: dict[str, Any] = self._run(lambda: self._answer(asked))
         return answer
 
-    def read_all(self) -> None:
-        """Wait until the log was read to its present end. Raises errors of the log."""
-        self.start()
-        while not self._run(lambda: self._whole):
-            pass  # queued after every piece
-        if self._failed is not None:
-            raise self._failed
-
     def start(self) -> None:
         if not self._closing:
             self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
@@ -124,10 +116,6 @@ class QueryWorker:
         self._closing = True
         self._run(self._stack.close)
         self._thread.shutdown()
-
-    def work(self, job: Callable[[RunView], Any]) -> Any:
-        """Run a job on the tables in the thread that owns them."""
-        return self._run(lambda: job(self._tables.view()))
 
     def _run(self, job: Callable[[], Any]) -> Any:
         future: Future[Any] = self._thread.submit(job)

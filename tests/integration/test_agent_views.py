@@ -53,18 +53,3 @@ def test_show_and_its_trace_have_every_call(call: Call, directory: Path) -> None
     assert len(spans) == row["calls"]
     assert all(span["lasted_s"] > 0 for span in spans)
     assert {row["context"] for row in result["segments"]} == set(range(row["contexts"]))
-
-
-def test_a_file_of_its_pages_draws_the_trees(call: Call, directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    code, _, err = call("export", "html", directory / "runs" / "tiny", path)
-    assert code == 0, err
-    inside = path.read_text().partition('id="data">')[2].partition("</script>")[0]
-    pages = json.loads(inside)["pages"]
-    trees = [
-        page["record"]["tree"] for name, page in pages.items() if name.startswith("trajectory/")
-    ]
-    assert trees
-    for tree in trees:
-        assert sorted({row[2] for row in tree["calls"]["rows"]}) == CALLERS
-        assert len(tree["contexts"]) >= 3

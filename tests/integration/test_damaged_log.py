@@ -33,7 +33,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "why --summary": ("why", ".", "--summary"),
     "top --once": ("top", ".", "--once"),
     "top": ("top", "."),
-    "export html": ("export", "html", ".", "page.html"),
     "audit": ("audit", "."),
     "replay": ("replay", "."),
     "replay RUN TRAJECTORY": ("replay", ".", "g0000000003-001"),

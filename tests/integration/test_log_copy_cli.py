@@ -48,7 +48,6 @@ def sealed(call: Call, copy: RecordedRun, tmp_path: Path) -> Path:
         (("show", "sealed.sqlite", "g0000000010-001"), "published"),
         (("why", "sealed.sqlite"), "finished"),
         (("sql", "sealed.sqlite", "SELECT count(*) AS n FROM steps"), str(STEPS)),
-        (("export", "html", "sealed.sqlite", "pages.html"), ""),
     ],
 )
 def test_commands_open_a_copy(sealed: Path, call: Call, words: tuple[str, ...], says: str) -> None:

@@ -46,7 +46,6 @@ PICTURES: list[tuple[object, ...]] = [
     ("log", "read", "RUN", "metrics"),
     ("export", "traces", "RUN", "OUT/traces.jsonl"),
     ("export", "tensorboard", "RUN", "OUT/board"),
-    ("export", "html", "RUN", "OUT/pages.html"),
     ("prune", "RUN"),
 ]
 

@@ -28,7 +28,7 @@ from dora_pipe.observe.web.view import HIDDEN, RunView, parse_query
 from tests.support.cluster import Cluster, make_config
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.ui_stage import source_of, view_of_log
+from tests.support.ui_stage import read_all, source_of, view_of_log
 
 LIMIT_BYTES = 10_000_000
 
@@ -172,7 +172,7 @@ def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Pa
         try:
             worker.start()
             assert worker.ask(parse_query("/run"))["name"] == "living"
-            worker.read_all()
+            read_all(worker)
             before = worker.ask(parse_query("/overview"))
             assert (before["run"]["state"], before["run"]["read"]) == ("open", 1.0)
             cluster.until(lambda: cluster.version >= 4)
@@ -210,41 +210,13 @@ def test_tables_of_a_finished_run_are_kept_and_opened_without_its_log(
     for _ in range(2):
         worker = QueryWorker(lambda: source_of(recorded, catalogue=path))
         with closing(worker):
-            worker.read_all()
+            read_all(worker)
             answers.append(worker.ask(parse_query("/overview")))
-            assert path.is_file()
+            while not path.is_file():
+                read_all(worker)
         monkeypatch.setattr("dora_pipe.observe.web.query_worker.LivingCatalogue", None)
     first, second = ({**answer, "run": {**answer["run"], "revision": 0}} for answer in answers)
     assert first == second
-
-
-def test_file_holds_pages_that_hang_together(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.html"
-    code, _, err = call("export", "html", recorded.directory, path)
-    assert code == 0, err
-    assert path.stat().st_size < LIMIT_BYTES
-    page = path.read_text()
-    pages = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["pages"]
-    assert pages["overview"]["run"]["steps"] == STEPS
-    assert pages["steps"]["of"] == STEPS
-    step = pages[f"step/{STEPS - 1}"]
-    held = [row[0] for row in step["groups"]["rows"] if f"group/{row[0]}" in pages]
-    assert held
-    names = [row[0] for row in pages["trajectories"]["rows"] if row[0].startswith(held[0])]
-    assert any(f"trajectory/{name}" in pages for name in names)
-
-
-def test_file_of_a_redacted_run_holds_no_ids(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.html"
-    assert call("export", "html", recorded.directory, path, "--redact")[0] == 0
-    pages = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
-    replies = [page for name, page in pages["pages"].items() if name.startswith("trajectory/")]
-    assert replies
-    assert all(row["record"].get("tokens", {}).get("ids") is None for row in replies)
 
 
 @pytest.mark.parametrize(

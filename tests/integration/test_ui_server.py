@@ -19,7 +19,7 @@ from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import CONNECTIONS_MAX, page_server
 from dora_pipe.observe.web.view import parse_query
 from tests.support.recorded_run import STEPS, RecordedRun
-from tests.support.ui_stage import source_of
+from tests.support.ui_stage import read_all, source_of
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -28,7 +28,7 @@ Answer = tuple[int, dict[str, str], bytes]
 def server(recorded: RecordedRun) -> Iterator[PageServer]:
     """Pages of the recorded run at a free port."""
     worker = QueryWorker(lambda: source_of(recorded))
-    worker.read_all()
+    read_all(worker)
     with closing(worker), page_server(worker, port=0) as served:
         yield served
 

@@ -1,5 +1,5 @@
 """The pages in a real Chromium: from the first page to a token, by mouse and keyboard, at two
-widths, live and as a file; nothing in the console, nothing from elsewhere, readable for all."""
+widths; nothing in the console, nothing from elsewhere, readable for all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import page_server
 from tests.support import chromium
@@ -21,7 +20,7 @@ from tests.support.page_checks import (
     unusable,
 )
 from tests.support.recorded_run import STEPS, RecordedRun
-from tests.support.ui_stage import source_of
+from tests.support.ui_stage import read_all, source_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +53,7 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
     page.size(1280, 900)
     yield
     assert page.problems == []
-    own = ("http://127.0.0.1:", "file:///", "data:", "about:")
+    own = ("http://127.0.0.1:", "data:", "about:")
     assert [entry for entry in page.requested if not entry.startswith(own)] == []
 
 
@@ -69,7 +68,7 @@ def _worker(recorded: RecordedRun, *, redact: bool = False) -> QueryWorker:
     worker = QueryWorker(
         lambda: source_of(recorded, redact=redact, decode=lambda ids: f"w{ids[0] % 90} ")
     )
-    worker.read_all()
+    read_all(worker)
     return worker
 
 
@@ -79,19 +78,8 @@ def address(recorded: RecordedRun) -> Iterator[str]:
         yield result
 
 
-@pytest.fixture(scope="module")
-def file(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("file") / "run.html"
-    with closing(_worker(recorded)) as worker:
-        export_file(worker, path)
-    return path.as_uri()
-
-
-@pytest.mark.parametrize("kind", ["address", "file"])
-def test_from_the_first_page_to_a_token_and_back(
-    page: Page, request: pytest.FixtureRequest, kind: str
-) -> None:
-    page.open(request.getfixturevalue(kind))
+def test_from_the_first_page_to_a_token_and_back(page: Page, address: str) -> None:
+    page.open(address)
     page.settle()
     assert f"{STEPS} of {STEPS} steps" in page.text("h1")
     page.until("document.querySelectorAll('figure svg').length > 3")
@@ -113,11 +101,8 @@ def test_from_the_first_page_to_a_token_and_back(
     assert page.text("h1") == f"Step {STEPS - 2}"
 
 
-@pytest.mark.parametrize("kind", ["address", "file"])
-def test_lists_are_filtered_by_form_and_by_address(
-    page: Page, request: pytest.FixtureRequest, kind: str
-) -> None:
-    page.open(request.getfixturevalue(kind) + "#/trajectories")
+def test_lists_are_filtered_by_form_and_by_address(page: Page, address: str) -> None:
+    page.open(address + "#/trajectories")
     full = page.text("#range")
     page.run("document.querySelector('#f-outcome').value = 'trained'")
     page.run("document.querySelector('#f-tokens_min').value = '20'")
@@ -146,12 +131,9 @@ def test_keyboard_alone_leads_to_the_content_and_through_the_tokens(
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("kind", ["address", "file"])
-def test_every_page_can_be_used_by_all(
-    page: Page, request: pytest.FixtureRequest, kind: str, width: int
-) -> None:
+def test_every_page_can_be_used_by_all(page: Page, address: str, width: int) -> None:
     page.size(width, 900)
-    page.open(request.getfixturevalue(kind))
+    page.open(address)
     for location in (*PLACES, "group", "trajectory"):
         if location in ("group", "trajectory"):
             page.go("#/trajectories?outcome=trained&sort=-tokens")

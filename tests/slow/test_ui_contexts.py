@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.observe.web.export import export_file
 from tests.slow.test_ui_browser import _nothing_goes_wrong, _worker, page, served
 from tests.support import chromium
 from tests.support.branched_run import CONTEXTS, branch
@@ -37,23 +36,12 @@ def branched(
         return copied, branch(log)
 
 
-@pytest.fixture(scope="module", params=["address", "file"])
-def directory(
-    page: Page,
-    branched: tuple[RecordedRun, str],
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def directory(page: Page, branched: tuple[RecordedRun, str]) -> Iterator[str]:
     run, name = branched
-    with closing(_worker(run)) as worker:
-        if request.param == "file":
-            path = tmp_path_factory.mktemp("file") / "run.html"
-            export_file(worker, path)
-            yield f"{path.as_uri()}#/trajectory/{name}"
-            return
-        with served(worker) as address:
-            yield f"{address}#/trajectory/{name}"
-            page.leave()
+    with closing(_worker(run)) as worker, served(worker) as address:
+        yield f"{address}#/trajectory/{name}"
+        page.leave()
 
 
 def test_contexts_stand_below_what_they_go_on_from(page: Page, directory: str) -> None:

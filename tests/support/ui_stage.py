@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.web.pages import Decode, RunSource
-from dora_pipe.observe.web.view import RunView, view_of
+from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.view import RunView, parse_query, view_of
 from dora_pipe.store.store import PolicyStore
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import CatalogueStage
@@ -36,6 +37,13 @@ def source_of(
             redact=redact,
             catalogue=catalogue,
         )
+
+
+def read_all(worker: QueryWorker) -> None:
+    """Start to read, and return at the present end of the log."""
+    worker.start()
+    while worker.ask(parse_query("/run"))["read"] < 1:
+        pass
 
 
 @contextmanager

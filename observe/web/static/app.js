@@ -1,6 +1,6 @@
 // Routes addresses to pages and follows an open run.
 
-import { embedded, get } from "./data.js";
+import { get } from "./data.js";
 import { addressOf, h, newPage } from "./dom.js";
 import { listPage } from "./lists.js";
 import { groupPage, stepPage, trajectoryPage, versionPage } from "./pages.js";
@@ -81,7 +81,7 @@ function head({ page }) {
   document.getElementById("head").replaceChildren(brand,
     h("a", { class: "name", href: "#/overview" }, run.name),
     h("nav", { "aria-label": "pages" }, h("ul", null, [...Object.keys(TABS), ...LISTED].map(item))),
-    goTo(), embedded ? h("p", { class: "note" }, "saved file") : run.state === "open" ? live() : "");
+    goTo(), run.state === "open" ? live() : "");
 }
 
 function goTo() {
@@ -134,7 +134,7 @@ async function begin() {
   window.addEventListener("hashchange", () => draw());
   await draw();
   document.documentElement.dataset.ready = "yes";
-  if (!embedded && !run.runs) setTimeout(watch, run.read < 1 ? READING_MS : FOLLOW_MS);
+  if (!run.runs) setTimeout(watch, run.read < 1 ? READING_MS : FOLLOW_MS);
 }
 
 begin();

@@ -74,12 +74,12 @@ function brief(value) {
   return h("code", { title: value }, `${value.slice(0, 12)}…`);
 }
 
-function cell(column, value, has) {
+function cell(column, value) {
   if (value instanceof Node) return value;
   if (value === null || value === undefined || !(column in LINKED)) return brief(value);
   const page = LINKED[column];
   const address = page ? `#/${page}/${value}` : addressOf(String(value));
-  if (!address || (page === "" && /^\d+$/.test(String(value))) || !has(address)) {
+  if (!address || (page === "" && /^\d+$/.test(String(value)))) {
     return typeof value === "number" && page ? String(value) : show(value);
   }
   return h("a", { href: address }, String(value));
@@ -109,9 +109,9 @@ function constant({ columns, rows }) {
     rows.every((row) => !(row[at] instanceof Node) && row[at] === rows[0][at])));
 }
 
-// A table; rows become cards on narrow screens. `has` tests whether a linked page exists.
+// A table; rows become cards on narrow screens.
 export function table(listed, { caption = "", name = caption || "table",
-  has = () => true, headers = null, none = "None." } = {}) {
+  headers = null, none = "None." } = {}) {
   const { columns, rows } = listed;
   if (!rows.length) return h("p", { class: "note" }, none);
   const same = constant(listed), own = columns.map((_, at) => at).filter((at) => !same.has(at));
@@ -125,22 +125,21 @@ export function table(listed, { caption = "", name = caption || "table",
     headers ? headers(columns[at]) : label(at)));
   const body = rows.map((row) => h("tr", null, own.map((at) =>
     h("td", { class: numeric[at] ? "n" : wide[at] ? "w" : null, "data-label": label(at) },
-      h("span", null, cell(columns[at], row[at], has))))));
+      h("span", null, cell(columns[at], row[at]))))));
   return h("div", null, said.length ? h("p", { class: "note same" }, `All ${rows.length} rows: `,
     said.map((at, place) => [place ? " · " : "", `${label(at)} `,
-      h("b", null, cell(columns[at], rows[0][at], has))])) : null,
+      h("b", null, cell(columns[at], rows[0][at]))])) : null,
   region(name, { class: "scroll" }, h("table", null,
     caption ? h("caption", { class: "unseen" }, caption) : null,
     h("thead", null, h("tr", null, head)), h("tbody", null, body))));
 }
 
-export function facts(pairs, has = null) {
+export function facts(pairs, linked = false) {
   const known = Object.entries(pairs).filter(([, value]) => ![null, undefined, ""].includes(value));
   return h("dl", { class: "facts" }, known.map(([name, value]) => {
-    const address = has && addressOf(String(value));
-    const linked = address && !/^\d+$/.test(String(value)) && has(address);
+    const address = linked && !/^\d+$/.test(String(value)) && addressOf(String(value));
     return h("div", null, h("dt", null, name.replaceAll("_", " ")),
-      h("dd", null, linked ? h("a", { href: address }, value) : brief(value)));
+      h("dd", null, address ? h("a", { href: address }, value) : brief(value)));
   }));
 }
 

@@ -1,6 +1,6 @@
 // Lists with filters: steps, groups, trajectories, log; trajectories are read side by side.
 
-import { embedded, get, has } from "./data.js";
+import { get } from "./data.js";
 import { fold, h, show, table } from "./dom.js";
 import { reader } from "./read.js";
 
@@ -44,11 +44,9 @@ export async function listPage(name, fields) {
     body: [
       h("h1", { tabindex: -1 }, TITLES[name], " ", h("span", { class: "state", role: "status",
         id: "range" }, range)),
-      embedded && found.of > found.total ? h("p", { class: "note" },
-        `This file contains a sample: ${show(found.kept)} of ${show(found.of)}.`) : null,
       FIELDS[name].length ? filters(name, asked, found) : null,
       name === "trajectories" ? await browser(found, asked, headers) :
-        table(found, { caption: TITLES[name], has, headers }),
+        table(found, { caption: TITLES[name], headers }),
       turns(name, asked, found),
       name === "decisions" ? counts(found.counts) : null,
     ],
@@ -58,7 +56,7 @@ export async function listPage(name, fields) {
 // The trajectories of a page with their texts; two of them are open.
 export async function browser(found, asked, headers = null) {
   const at = Object.fromEntries(found.columns.map((name, place) => [name, place]));
-  const texts = await excerpts(found.rows.map((row) => row[at.trajectory]), asked);
+  const texts = await get(`texts?${asked}`);
   const used = new Set([...SHOWN, (asked.get("sort") || "").replace("-", ""),
     ...[...asked.keys()].map((one) => one.replace(/_(min|max)$/, ""))]);
   const columns = found.columns.filter((one) => used.has(one));
@@ -80,14 +78,13 @@ export async function browser(found, asked, headers = null) {
   const listed = { columns: [...columns, "prompt", "response", "read"], rows };
   const drawn = headers && ((one) => (["prompt", "response", "read"].includes(one) ? one : headers(one)));
   return h("div", { class: "browser" }, open.place,
-    table(dropped(listed, ["prompt", "response"]), { caption: "Trajectories", has, headers: drawn }));
+    table(dropped(listed, ["prompt", "response"]), { caption: "Trajectories", headers: drawn }));
 }
 
 // The best and the worst trajectory of the first group whose rewards differ; else the first two.
 function contrast(rewarded) {
-  const readable = rewarded.filter(([name]) => has(`#/trajectory/${name}`));
   const groups = new Map();
-  for (const [name, reward] of readable) {
+  for (const [name, reward] of rewarded) {
     const group = name.slice(0, name.lastIndexOf("-"));
     if (reward !== null) groups.set(group, [...(groups.get(group) || []), [name, reward]]);
   }
@@ -95,7 +92,7 @@ function contrast(rewarded) {
     const sorted = [...own].sort(([, a], [, b]) => b - a), last = sorted[sorted.length - 1];
     if (sorted[0][1] > last[1]) return [sorted[0][0], last[0]];
   }
-  return readable.slice(0, 2).map(([name]) => name);
+  return rewarded.slice(0, 2).map(([name]) => name);
 }
 
 // Without the columns of these names that are empty, or equal in all rows.
@@ -104,20 +101,6 @@ function dropped({ columns, rows }, names) {
   const keep = columns.map((_, at) => at).filter((at) => !names.includes(columns[at]) ||
     texts(at).size > 1 || (rows.length === 1 && rows[0][at]));
   return { columns: keep.map((at) => columns[at]), rows: rows.map((row) => keep.map((at) => row[at])) };
-}
-
-// Prompt and response by id; in a file, of the trajectories that it contains.
-async function excerpts(names, asked) {
-  if (!embedded) return get(`texts?${asked}`);
-  const found = {};
-  for (const name of names) {
-    const page = embedded.pages[`trajectory/${name}`], { tokens, segments } = (page && page.record) || {};
-    if (!tokens || !tokens.text) continue;
-    const first = segments.rows.find(([kind]) => kind === "model");
-    const at = first ? first[2] - tokens.from : tokens.text.length;
-    found[name] = [tokens.text.slice(0, at).join(""), tokens.text.slice(at).join("")];
-  }
-  return found;
 }
 
 function filters(name, asked, found) {

@@ -1,6 +1,6 @@
 // Pages of one step, group, version and trajectory, with their lineage.
 
-import { get, has } from "./data.js";
+import { get } from "./data.js";
 import { facts, fold, h, show, table, tiles } from "./dom.js";
 import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
@@ -10,8 +10,7 @@ import { conversation } from "./read.js";
 const LIMIT = 24;
 
 function link(page, id, text) {
-  const address = `#/${page}/${id}`;
-  return has(address) ? h("a", { href: address }, text) : text;
+  return h("a", { href: `#/${page}/${id}` }, text);
 }
 
 function listLink(name, fields, text) {
@@ -55,11 +54,11 @@ export async function stepPage(id) {
       ]),
       h("h2", null, "Trajectories"), await readable({ step: number, outcome: "trained" }),
       ...(found.parts ? [h("h2", null, "Parts of the batch"),
-        table(found.parts, { caption: `Parts of step ${number}`, has })] : []),
+        table(found.parts, { caption: `Parts of step ${number}` })] : []),
       fold("groups", `Groups (${found.groups.rows.length})`,
-        table(found.groups, { caption: `Groups of step ${number}`, has })),
+        table(found.groups, { caption: `Groups of step ${number}` })),
       fold("metrics", "Metrics", facts(found.metrics)),
-      fold("commit", "Commit", facts(found.facts, has)),
+      fold("commit", "Commit", facts(found.facts, true)),
       fold("settings", "Settings in force", facts(found.settings)),
     ],
   };
@@ -96,7 +95,7 @@ export async function groupPage(id) {
         ["staleness", show(own.staleness), `deadline step ${show(own.deadline)}`]]),
       cameFrom(found.lineage, `group ${own.group}`),
       h("h2", null, "Trajectories"), await readable({ q: own.group }),
-      fold("facts", "Dispatch", facts(found.facts, has)),
+      fold("facts", "Dispatch", facts(found.facts, true)),
     ],
   };
 }
@@ -144,10 +143,10 @@ export async function trajectoryPage(id, fields) {
       record.missing ? null : h("div", { class: "charts" }, course(record)),
       fold("contribution", "Contribution to the step", contribution(found.contribution)),
       fold("attempts", `Attempts (${found.attempts.rows.length})`,
-        table(found.attempts, { caption: "Attempts", has })),
+        table(found.attempts, { caption: "Attempts" })),
       record.missing ? null : fold("record", "Record", facts(recordFacts(record)),
-        table(record.segments, { caption: "Segments", has })),
-      fold("facts", "Group", facts(found.facts, has)),
+        table(record.segments, { caption: "Segments" })),
+      fold("facts", "Group", facts(found.facts, true)),
     ],
   };
 }

@@ -1,7 +1,7 @@
 // The text of a trajectory as chat, with tokens colored by what the log contains of each.
 
 import { branches } from "./contexts.js";
-import { get, has } from "./data.js";
+import { get } from "./data.js";
 import { fold, h, region, show } from "./dom.js";
 
 const SHADES = 6;
@@ -211,8 +211,7 @@ export function reader() {
 }
 
 async function pane(name) {
-  const head = h("h2", null, has(`#/trajectory/${name}`) ?
-    h("a", { href: `#/trajectory/${name}` }, name) : name);
+  const head = h("h2", null, h("a", { href: `#/trajectory/${name}` }, name));
   try {
     const found = await get(`trajectory/${name}`), { row, record } = found;
     return h("article", { class: "pane" }, head, h("p", { class: "note" },

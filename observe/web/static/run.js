@@ -1,7 +1,7 @@
 // The tabs of a run: overview, learning, speed, staleness, workers; and the list of runs.
 
 import { COLOURS, bars, empty, lines, timeline } from "./charts.js";
-import { get, has } from "./data.js";
+import { get } from "./data.js";
 import { bucket, facts, fold, h, region, show, span, table, tiles } from "./dom.js";
 
 const PHASES = {
@@ -17,8 +17,8 @@ const WAIT = "var(--wait)", WORK = "var(--s0)", EVALUATED = "var(--s1)";
 
 const percent = (value) => (value === null || value === undefined ? "–" :
   `${Number((100 * value).toFixed(1))} %`);
-const toStep = (x) => (has(`#/step/${Math.round(x)}`) ? `#/step/${Math.round(x)}` : null);
-const toVersion = (x) => (has(`#/version/${x}`) ? `#/version/${x}` : null);
+const toStep = (x) => `#/step/${Math.round(x)}`;
+const toVersion = (x) => `#/version/${x}`;
 
 // Lines over the steps of a run: columns are [name, column of the points, look].
 function bySteps(found, title, columns, more = {}) {
@@ -235,7 +235,7 @@ function workers(data, marks) {
     event.preventDefault();
     draw((await get(`timeline?from=${low.value}&until=${high.value}`)).timeline);
   };
-  const form = has("#/timeline/any") && h("form", { class: "inline", onsubmit: look },
+  const form = h("form", { class: "inline", onsubmit: look },
     h("label", { for: "from" }, "from second "), low, h("label", { for: "until" }, "to "), high,
     h("button", { type: "submit" }, "Zoom"));
   return h("div", null, place, form);

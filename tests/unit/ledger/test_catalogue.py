@@ -335,25 +335,6 @@ def test_a_new_catalogue_has_every_table_and_no_row() -> None:
         assert catalogue.source is None
 
 
-def test_while_it_is_narrowed_it_has_the_samples_of_some_groups_and_grows_all_the_same(
-    stage: CatalogueStage,
-) -> None:
-    incarnation = stage.worker()
-    specs = [stage.group(index) for index in range(3)]
-    for spec in specs:
-        stage.place(spec, incarnation)
-    count = "select (select count(*) from {0}), (select count(*) from groups)"
-    catalogue = stage.catalogue
-    with catalogue.narrowed([specs[1].group]):
-        assert catalogue.one(count.format("trajectories")) == (2, 3)
-        assert catalogue.one(count.format("attempts")) == (2, 3)
-        stage.log(specs[0], incarnation)
-        catalogue = stage.catalogue
-        assert catalogue.one(count.format("records")) == (0, 3)
-    assert catalogue.one(count.format("trajectories")) == (6, 3)
-    assert catalogue.one(count.format("records")) == (2, 3)
-
-
 def test_rows_that_a_dispatch_skips_are_events(stage: CatalogueStage) -> None:
     spec = stage.group(0)
     later = replace(spec, group="g0000000001", ordinal=1)

@@ -1,5 +1,4 @@
-"""Print a configuration as TOML with descriptions, and as the reference page, from the docstrings
-of the sections."""
+"""Print a configuration as TOML with descriptions, from the docstrings of the sections."""
 
 from __future__ import annotations
 
@@ -9,55 +8,20 @@ import inspect
 import json
 import re
 import tomllib
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives, outside, storage, training, workers
+from dora_pipe.config import model, outside, storage, training, workers
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.model import Config
 from dora_pipe.config.section import Section
 from dora_pipe.config.several import sections_of
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-
-_TYPES: Mapping[str, str] = {
-    "Positive": "integer >= 1",
-    "NonNegative": "integer >= 0",
-    "GroupSize": "integer, 1 to 1000",
-    "Threads": "integer, 1 to 4096",
-    "GroupRedundancy": "integer, 0 to 999",
-    "PositiveFloat": "number > 0",
-    "PositiveFloat | Literal['auto']": 'number > 0, or "auto"',
-    "NonNegative | Literal['auto']": 'integer >= 0, or "auto"',
-    "NonNegativeFloat": "number >= 0",
-    "Share": "number, 0 to 1",
-    "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
-    "Annotated[float, Meta(ge=0, lt=1)]": "number >= 0, < 1",
-    "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
-    "Annotated[int, Meta(ge=1, le=16)]": "integer, 1 to 16",
-    "FullEvery | Literal['auto']": 'integer, 1 to 64, or "auto"',
-    "RunName": "name",
-    "Port": "integer, 0 to 65535",
-    "RecordBytes": "integer, 65536 to 32505856",
-    "float": "number",
-    "str": "string",
-    "str | tuple[str, ...]": "string or list",
-    "bool": "boolean",
-    "bool | Literal['offload']": 'boolean or "offload"',
-    "tuple[str, ...]": "list of strings",
-    "tuple[NonNegative, ...]": "list of integers",
-    "tuple[Share, Share]": "two numbers, 0 to 1",
-    "str | tuple[RewardUse, ...]": "string or list of tables",
-    "tuple[McpServer, ...]": "list of tables",
-    "dict[str, Any]": "table",
-    "dict[str, str]": "table of strings",
-    "dict[str, float | int | str | bool]": "table",
-}
 
 _KINDS: Mapping[str, str] = {
     "frozen": "a resumed run must have the same",
@@ -68,12 +32,12 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Key of the reference. Example: ``Key(section="rollout", name="group_size", type="integer,
-    1 to 1000", default="8", kind="frozen", doc="Trajectories per group.", basic=True)``."""
+    """Key of a section. Example: ``Key(section="rollout", name="group_size",
+    annotation="GroupSize", default="8", kind="frozen", doc="Trajectories.", basic=True)``."""
 
     section: str
     name: str
-    type: str
+    annotation: str
     default: str | None
     """TOML; None for a required key."""
     kind: str
@@ -102,50 +66,31 @@ def dump_toml(config: Config, *, every: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def reference() -> str:
-    """Return docs/reference/configuration.md."""
-    lines = [_HEAD]
-    for name, section, doc in _section_types(Config, ""):
-        lines += [f"\n## [{name}]\n", doc, "", "```toml", _example(name), "```"]
-        keys = keys_of(section, name)
-        lines += ["", *(_item(key) for key in keys if key.basic)]
-        if advanced := [_item(key) for key in keys if not key.basic]:
-            lines += ["", "Advanced keys:", "", *advanced]
-    return "\n".join(lines) + "\n"
-
-
-def _item(key: Key) -> str:
-    empty = key.default in ("", '""', "[]", "{}")
-    default = "required" if key.default is None else "" if empty else f"`{key.default}`"
-    kind = "" if key.kind == "free" else key.kind
-    return f"- `{key.name}` ({', '.join(filter(None, (key.type, default, kind)))}): {key.doc}"
-
-
 @functools.cache
 def _basic() -> str:
     """Return basic.toml: an example of each section, whose keys are the basic ones."""
     return Path(__file__).with_name("basic.toml").read_text(encoding="utf-8")
 
 
-def _example(name: str) -> str:
+def example(name: str) -> str:
+    """Return a section of basic.toml."""
     return _basic()[_basic().index(f"[{name}]\n") :].partition("\n\n")[0].rstrip()
 
 
 def keys_of(section: type[Section], name: str) -> list[Key]:
     """Return the keys of a section, without subsections."""
-    docs, basic = _docs()[section.__name__], tomllib.loads(_example(name))
+    docs, basic = _docs()[section.__name__], tomllib.loads(example(name))
     for part in name.split("."):
         basic = basic[part]
     keys = []
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, Section):
             continue
-        written = docs.types[field.name]
         keys.append(
             Key(
                 section=name,
                 name=field.name,
-                type=_type(written),
+                annotation=docs.types[field.name],
                 default=_default(field),
                 kind=kind_of(f"{name}.{field.name}"),
                 doc=docs.keys.get(field.name, ""),
@@ -205,21 +150,22 @@ def _section_doc(node: ast.ClassDef) -> _SectionDoc:
 
 def _sections(config: Config) -> Iterator[tuple[str, str, Section, str]]:
     several = {"task": len(config.tasks) > 1, "evaluation": len(config.evaluations) > 1}
-    docs = {name: doc for name, _, doc in _section_types(Config, "")}
+    docs = {name: doc for name, _, doc in section_types(Config, "")}
     for name, _, section in sections_of(config):
         yield name, f"[[{name}]]" if several.get(name) else f"[{name}]", section, docs[name]
-        for inner, _, doc in _section_types(type(section), f"{name}."):
+        for inner, _, doc in section_types(type(section), f"{name}."):
             own = getattr(section, inner.removeprefix(f"{name}."))
             yield inner, f"[{inner}]", own, doc
 
 
-def _section_types(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section], str]]:
+def section_types(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section], str]]:
+    """Yield the name, type and description of each section, subsections included."""
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, Section):
             own = _docs()[section.__name__].keys.get(field.name, "")
             doc = f"{_docs()[field.type.__name__].doc} {own}".strip()
             yield f"{prefix}{field.name}", field.type, doc
-            yield from _section_types(field.type, f"{prefix}{field.name}.")
+            yield from section_types(field.type, f"{prefix}{field.name}.")
 
 
 def _differs(key: Key, value: Any) -> bool:
@@ -243,27 +189,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str | None:
     return "" if value is None else toml(value)
 
 
-def _type(written: str) -> str:
-    plain = written.removesuffix(" | None")
-    if plain.startswith("objectives."):
-        return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
-    for module in (model, training):
-        if typing.get_origin(named := getattr(module, plain, None)) is typing.Literal:
-            return _choice(typing.get_args(named))
-    return _TYPES.get(plain) or _literal(plain)
-
-
-def _literal(written: str) -> str:
-    node = ast.parse(written, mode="eval").body
-    assert isinstance(node, ast.Subscript), written
-    values = ast.literal_eval(node.slice)
-    return _choice(values if isinstance(values, tuple) else [values])
-
-
-def _choice(values: Sequence[Any]) -> str:
-    return ", ".join(json.dumps(value) for value in values)
-
-
 def _key(name: str) -> str:
     return name if _BARE_KEY.fullmatch(name) else _quoted(name)
 
@@ -277,28 +202,3 @@ def _quoted(text: str) -> str:
 def toml_escape(char: str) -> str:
     """Escape a character; TOML has no surrogate pairs."""
     return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08x}"
-
-
-_HEAD = """# Configuration
-
-<!-- Written by `python -m tests.support.reference_pages`; change the docstrings in config/. -->
-
-One TOML file is the configuration of a run. `-o section.key=value` overrides a key; the value is
-TOML, and a bare word is a string:
-
-```console
-$ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rate=1e-4
-```
-
-`dora-pipe config FILE` prints the basic keys and all keys that differ from their defaults; `--all`
-prints every key. Relative paths in a file start at the folder of the file, those in an override at
-the current directory. No key holds a secret: see docs/clusters.md.
-
-Parentheses contain the value, the default if it is not empty, and the kind of the key:
-
-- *frozen*: resuming the run with another value is an error.
-- *logged*: `dora-pipe set RUN KEY=VALUE` or a resume changes the key from the next step on. The log
-  records the change.
-- neither: a resume may change the key.
-
-The examples of all sections together are one valid configuration."""

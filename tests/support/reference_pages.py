@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dora_pipe.config import describe
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.observe.metrics import table
-from tests.support import cli_reference, records_reference
+from tests.support import cli_reference, config_reference, records_reference
 from tests.support.tidy import ROOT
 
 MARKER = "<!-- Written by `python -m tests.support.reference_pages`. -->"
@@ -41,7 +40,7 @@ def _tables() -> Iterator[str]:
 
 
 LISTS = {"metrics": _metrics, "records": records_reference.lines, "sql": _tables}
-WHOLE = {"cli": cli_reference.page, "configuration": describe.reference}
+WHOLE = {"cli": cli_reference.page, "configuration": config_reference.page}
 PAGES = (*LISTS, *WHOLE)
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from dora_pipe.config import describe
 from dora_pipe.config.changes import kind_of
-from dora_pipe.config.describe import dump_toml, keys_of, reference, toml
+from dora_pipe.config.describe import dump_toml, keys_of, toml
 from dora_pipe.config.load import from_plain, leaves, load_config
 from dora_pipe.config.model import Config, Rollout, Run, Staleness
+from tests.support.config_reference import page
 
 SMALL = from_plain(
     {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
@@ -19,16 +20,16 @@ SMALL = from_plain(
 
 
 def test_every_key_stands_on_the_page_with_a_meaning() -> None:
-    rows = [line.partition("): ") for line in reference().splitlines() if line[:3] == "- `"]
+    rows = [line.partition("): ") for line in page().splitlines() if line[:3] == "- `"]
     assert len(rows) == len(leaves(SMALL))
     assert [row[0] for row in rows if not row[2]] == []
 
 
 def test_key_tells_type_default_kind_and_meaning() -> None:
     size = keys_of(Rollout, "rollout")[0]
-    assert (size.name, size.type, size.default, size.kind) == (
+    assert (size.name, size.annotation, size.default, size.kind) == (
         "group_size",
-        "integer, 1 to 1000",
+        "GroupSize",
         "8",
         "frozen",
     )

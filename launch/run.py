@@ -33,7 +33,7 @@ from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus
 from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.processes import RoleStart, start_role
-from dora_pipe.launch.prompt_watch import PromptWatch
+from dora_pipe.launch.prompt_check import PromptWatch
 from dora_pipe.launch.run_dir import RunDir, locked
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +18,11 @@ from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.ledger.calls import call_rows
 from dora_pipe.ledger.database import counting_record
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.observe.web.view import HIDDEN, Query, RunView, short
+from dora_pipe.schemas.contexts import bounds, pieces
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -352,3 +353,58 @@ def _number(text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{text!r} is no number") from None
+
+
+MS: Final = 1e6
+
+CALL_COLUMNS: Final = (
+    *("call", "context", "caller", "api", "asked at ms", "took ms", "idle before ms"),
+    *("prompt tokens", "tokens", "finish", "occurrence", "ignored settings"),
+)
+
+
+def tree_of(
+    trajectory: Trajectory, printable: Callable[[str | None], str | None]
+) -> dict[str, Any] | None:
+    """Return contexts and calls of a record; None for one context without calls.
+
+    `contexts`: [parent or null, shared tokens, start, end]; `shared`: stretches of the record that
+    each begins with. Calls are in ms after placement. `said` returns texts that may be shown.
+    """
+    meta = trajectory.meta
+    if not meta.contexts and not meta.calls:
+        return None
+    parents = [(None, 0), *((context.parent, context.shared) for context in meta.contexts)]
+    places = bounds(meta.contexts, trajectory.length)
+    return {
+        "contexts": [
+            [None if parent == -1 else parent, shared, *span]
+            for (parent, shared), span in zip(parents, places, strict=True)
+        ],
+        "shared": [
+            pieces(meta.contexts, number, trajectory.length)[:-1] for number in range(len(places))
+        ],
+        "starts": [call.start for call in meta.calls],
+        "calls": {"columns": list(CALL_COLUMNS), "rows": list(_rows(trajectory, printable))},
+    }
+
+
+def _rows(
+    trajectory: Trajectory, printable: Callable[[str | None], str | None]
+) -> Iterator[list[Any]]:
+    scheduled_ns = trajectory.meta.times.scheduled
+    for row in call_rows(trajectory):
+        yield [
+            row.call,
+            row.context,
+            printable(row.caller),
+            row.api or None,
+            short((row.asked_ns - scheduled_ns) / MS, 6),
+            short((row.answered_ns - row.asked_ns) / MS, 6),
+            short(row.idle_ns / MS, 6),
+            row.prompt_tokens,
+            row.tokens,
+            row.finish,
+            row.occurrence,
+            printable(row.ignored_settings),
+        ]

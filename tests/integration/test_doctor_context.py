@@ -20,12 +20,12 @@ from dora_pipe.launch.model_checks import check_chat
 from dora_pipe.launch.prompt_check import (
     FIRST_ROWS,
     PromptsSeen,
+    PromptWatch,
     check_first,
     look,
     ordered,
     spread,
 )
-from dora_pipe.launch.prompt_watch import PromptWatch
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_qwen2

@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.audit.describe import _by_context, _given_by_agent
 from dora_pipe.ledger.calls import call_rows
 from dora_pipe.observe.traces.spans import content_of
-from dora_pipe.observe.web.contexts import tree_of
+from dora_pipe.observe.web.pages import tree_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.golden.branched_values import BRANCHED_TRAJECTORY

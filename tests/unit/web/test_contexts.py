@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora_pipe.observe.web.contexts import CALL_COLUMNS, tree_of
+from dora_pipe.observe.web.pages import CALL_COLUMNS, tree_of
 from dora_pipe.observe.web.view import HIDDEN
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.branched_values import BRANCHED_TRAJECTORY

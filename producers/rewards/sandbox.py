@@ -18,12 +18,13 @@ import resource
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 if __name__ == "__main__":  # the package is not on the path
     sys.path.insert(0, str(Path(__file__).parents[2] / "core" / "system"))
-    import linux  # type: ignore[import-not-found]
+    linux = import_module("linux")
 else:
     from dora_pipe.core.system import linux
 

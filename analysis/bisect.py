@@ -202,7 +202,7 @@ def explain(
 ) -> Explanation:
     """Find the cause of a bad value after step `last`, repeating at most `steps` steps."""
     trials = _Trials(comparison, last, steps)
-    if suspects and not (_stands_alone(suspects) and _mends(trials, suspects[:1])):
+    if suspects and not (_is_outlier(suspects) and _is_mended(trials, suspects[:1])):
         trial = trials.without(suspects)
         if trial is not None and trial.verdict != "bad":
             _halve(trials, suspects)
@@ -218,7 +218,7 @@ def explain(
     )
 
 
-def _mends(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
+def _is_mended(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
     trial = trials.without(suspects)
     return trial is not None and trial.verdict == "good"
 
@@ -231,7 +231,7 @@ def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
     trials.without(suspects)
 
 
-def _stands_alone(suspects: Sequence[Suspect]) -> bool:
+def _is_outlier(suspects: Sequence[Suspect]) -> bool:
     return suspects[0].deviations ** 2 >= sum(suspect.deviations**2 for suspect in suspects[1:])
 
 

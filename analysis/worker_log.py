@@ -153,7 +153,7 @@ class TemporaryWorker:
                 open_pool=self.parts.pool,
                 stop=never_stop,
                 config=self.parts.config,
-                joined=partial(self._place, bus, missing),
+                joined=partial(self._schedule, bus, missing),
                 source=self.parts.source,
             )
         finally:
@@ -170,7 +170,7 @@ class TemporaryWorker:
             sampled[trajectory.trajectory] = trajectory
         return sampled
 
-    def _place(
+    def _schedule(
         self,
         bus: Bus,
         missing: Sequence[SampleRequest],

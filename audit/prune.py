@@ -17,7 +17,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, blob_of, may_be_blob
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.retention import keep_every_of
-from dora_pipe.consumers.trainer.commits import CommitHistory, made_again, retained, underlying
+from dora_pipe.consumers.trainer.commits import CommitHistory, rebuild_note, retained, underlying
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
@@ -105,7 +105,7 @@ def plan_prune(
     return PrunePlan(
         candidates=candidates,
         versions=versions,
-        note=f"not kept: {made_again(topics.run, gone)}" if gone else "",
+        note=f"not kept: {rebuild_note(topics.run, gone)}" if gone else "",
         files=len(listed),
         bytes=sum(one.bytes for one in listed),
     )

@@ -26,7 +26,7 @@ def batch_due(state: State) -> list[str]:
     return [*held, *(group.group for group in rest)] if rest else []
 
 
-def step_stands(state: State) -> bool:
+def step_is_ready(state: State) -> bool:
     """Report whether a batch is training or may be taken."""
     standing = state.standing()
     return standing.training or (standing.step < standing.steps and bool(batch_due(state)))
@@ -40,7 +40,7 @@ def awaited(state: State) -> list[str]:
 def held(state: State) -> frozenset[str]:
     """Return workers that may not be assigned now."""
     workers = state.index.colocated
-    return frozenset(workers) if workers and step_stands(state) else frozenset()
+    return frozenset(workers) if workers and step_is_ready(state) else frozenset()
 
 
 def to_sleep(state: State) -> list[Worker]:
@@ -57,13 +57,13 @@ def to_sleep(state: State) -> list[Worker]:
 def assign_error(state: State, worker: Worker, decision: Assign) -> str:
     """Return why an assignment is illegal; empty if legal."""
     if decision.version != NO_VERSION:
-        held = worker.colocated and step_stands(state)
+        held = worker.colocated and step_is_ready(state)
         return f"{worker.name} sleeps while a step is computed" if held else ""
     if not worker.colocated:
         return f"{worker.name} is not colocated"
     if worker.target == NO_VERSION or decision.digest or decision.drop:
         return f"{worker.name} already sleeps, or the decision has more fields"
-    return "" if step_stands(state) else f"{worker.name} sleeps without a step to train"
+    return "" if step_is_ready(state) else f"{worker.name} sleeps without a step to train"
 
 
 def emptying_before_sleep(state: State) -> list[Worker]:

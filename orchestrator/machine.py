@@ -345,7 +345,7 @@ class OrchestratorMachine:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         due = bool(state.trigger) and self._caught_up
-        plans = self._caught_up and not self._pace.puts_off(state, self._folded)
+        plans = self._caught_up and not self._pace.skips_planning(state, self._folded)
         decisions = decide(state, samplers=self._samplers) if plans else []
         self._time_groups(
             (decision.spec.group for decision in decisions if isinstance(decision, Dispatch)), now
@@ -479,7 +479,7 @@ class Pace:
             self._spent += [state.groups[name] for name in names]
         self._spent += record.groups
 
-    def puts_off(self, state: State, folded: Sequence[bytes]) -> bool:
+    def skips_planning(self, state: State, folded: Sequence[bytes]) -> bool:
         """Report whether this round skips planning; never twice in a row."""
         heavy = sum(map(len, folded)) > FOLDED_BYTES_MAX
         digests = rounds_to_digest(state.rounds) == 0

@@ -81,7 +81,7 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     if not any(worker.usable for worker in state.workers.values()):
         workers = [Blocker("worker", name) for name in sorted(state.workers)]
         return _still("worker", f"a worker{_rejection(state)}", "", "short", workers)
-    if asleep_next := colocated.awaited(state) if colocated.step_stands(state) else []:
+    if asleep_next := colocated.awaited(state) if colocated.step_is_ready(state) else []:
         step = state.version
         words = f"colocated workers to sleep, so that step {step} begins: {', '.join(asleep_next)}"
         blockers_ = [Blocker("worker", name) for name in asleep_next[:BLOCKERS_MAX]]

@@ -64,14 +64,14 @@ def lines_of(lengths: Sequence[int], width: int) -> list[list[int]]:
     free: list[int] = []
     lines: list[list[int]] = []
     for index, length in enumerate(lengths):
-        line = _place(free, length, width)
+        line = _fit(free, length, width)
         if line == len(lines):
             lines.append([])
         lines[line].append(index)
     return lines
 
 
-def _place(free: list[int], length: int, width: int) -> int:
+def _fit(free: list[int], length: int, width: int) -> int:
     for line, room in enumerate(free):
         if length <= room:
             free[line] -= length
@@ -108,7 +108,7 @@ def _cut_sharing(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> I
         for index in remaining:
             then = list(free)
             for length in rows[index].lengths:
-                _place(then, length, width)
+                _fit(then, length, width)
             if present and len(then) * width > limit:
                 later.append(index)
                 continue

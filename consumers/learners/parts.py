@@ -81,11 +81,11 @@ class ComputesParts(Protocol):
         """Copy weights and optimizer state."""
         ...
 
-    def go_back(self) -> None:
+    def restore_copy(self) -> None:
         """Restore the copy, bit for bit, and free it."""
         ...
 
-    def let_go(self) -> None:
+    def free_copy(self) -> None:
         """Free the copy."""
         ...
 
@@ -107,7 +107,7 @@ class StepInParts:
         self._done = []
         if self._kept:
             self._kept = False
-            learner.go_back()
+            learner.restore_copy()
 
     def settle(self, learner: ComputesParts) -> None:
         """Restore weights and optimizer state before the step; a gradient may remain."""
@@ -121,7 +121,7 @@ class StepInParts:
     def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:
         """Compute the next part of a step. Raises NonFinite."""
         key = PartKey.of(part, settings)
-        if not self._goes_on(key):
+        if not self._continues(key):
             self.forget(learner)
         step = learner.settings_of(settings)
         if step.minibatches == 1:
@@ -159,14 +159,14 @@ class StepInParts:
             _finish(learner, max(1, sum(part.divisor for part in done)), step, sums, items)
         elif self._kept:
             self._kept = False
-            learner.let_go()
+            learner.free_copy()
         return StepResult(
             metrics=metrics_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=sum(part.compute_s for part in done) + clock() - start_s,
         )
 
-    def _goes_on(self, key: PartKey) -> bool:
+    def _continues(self, key: PartKey) -> bool:
         if not self._done:
             return False
         first, held = self._done[0].key, {name for part in self._done for name in part.key.groups}

@@ -82,7 +82,7 @@ class SimulatedLearner:
                 past.update(self._digest(part))
         else:
             for trajectory in self._sound(trajectories):
-                _take_in(past, trajectory, batch)
+                _update_digest(past, trajectory, batch)
         self._weights = past.digest()
         self._sparse = _changed(self._sparse, self._weights)
         self._steps += 1
@@ -105,7 +105,7 @@ class SimulatedLearner:
         for trajectory in self._sound(
             [trajectory for group in part.groups for trajectory in group.trajectories]
         ):
-            _take_in(digest, trajectory, part)
+            _update_digest(digest, trajectory, part)
         return digest.digest()
 
     def _sound(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -140,7 +140,7 @@ def _plain(numbers: Sequence[Any]) -> list[Any]:
     return [None if value != value else value for value in values]
 
 
-def _take_in(past: Any, trajectory: Trajectory, batch: TrainBatch) -> None:
+def _update_digest(past: Any, trajectory: Trajectory, batch: TrainBatch) -> None:
     past.update(
         canonical(
             [

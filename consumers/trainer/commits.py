@@ -272,7 +272,7 @@ def droppable(
     return tuple(sorted(history.kept - kept - history.references)[:DROPPED_MAX])
 
 
-def made_again(run: str, versions: Collection[int]) -> str:
+def rebuild_note(run: str, versions: Collection[int]) -> str:
     """Return a message on dropped versions and how to rebuild them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
@@ -285,10 +285,10 @@ def made_again(run: str, versions: Collection[int]) -> str:
 
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
     """Return these versions and their delta bases, down to full ones."""
-    return made_of(versions, lambda version: version <= 0 or history.notes[version - 1].whole)
+    return with_bases(versions, lambda version: version <= 0 or history.notes[version - 1].whole)
 
 
-def made_of(versions: Collection[int], is_full: Callable[[int], bool]) -> set[int]:
+def with_bases(versions: Collection[int], is_full: Callable[[int], bool]) -> set[int]:
     """Return as `underlying`; `whole` tells full versions."""
     needed: set[int] = set()
     for version in versions:

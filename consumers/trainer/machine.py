@@ -38,7 +38,7 @@ from dora_pipe.consumers.trainer.commits import (
     droppable,
     encode_history,
     files_of,
-    made_again,
+    rebuild_note,
 )
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -325,7 +325,7 @@ class TrainerMachine:
         LOG.info("step %d committed", self._commit.step)
         if self._commit.dropped:
             dropped = self._commit.dropped
-            LOG.info("deleted: %s", made_again(self._setup.topics.run, dropped))
+            LOG.info("deleted: %s", rebuild_note(self._setup.topics.run, dropped))
             files = files_of(self.history, dropped)
             self._out.effects.append(DropFiles(weights=files.weights, optimizers=files.optimizers))
         if self._commit.checkpoint is not None:

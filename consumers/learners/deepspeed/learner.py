@@ -257,13 +257,13 @@ class DeepspeedLearner:
         self._keep("take")
         self._kept_updated = self._adapter_base is not None and self._adapter_base.updated
 
-    def go_back(self) -> None:
+    def restore_copy(self) -> None:
         """See `ComputesParts`."""
         self._keep("go-back")
         if self._adapter_base is not None:
             self._adapter_base.updated = self._kept_updated
 
-    def let_go(self) -> None:
+    def free_copy(self) -> None:
         """See `ComputesParts`."""
         self._keep("let-go")
 

@@ -198,14 +198,14 @@ class TorchLearner:
         """See `ComputesParts`."""
         self._kept = self._optimizer.kept(), self._model.updated
 
-    def go_back(self) -> None:
+    def restore_copy(self) -> None:
         """See `ComputesParts`."""
         assert self._kept is not None
-        self._optimizer.go_back(self._kept[0])
+        self._optimizer.restore_copy(self._kept[0])
         self._model.updated = self._kept[1]
         self._kept = None
 
-    def let_go(self) -> None:
+    def free_copy(self) -> None:
         """See `ComputesParts`."""
         self._kept = None
 

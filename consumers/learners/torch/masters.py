@@ -43,7 +43,7 @@ class Masters:
         """Return a copy of the remainders."""
         return [remainder.clone() for remainder in self.remainders.values()]
 
-    def go_back(self, kept: Sequence[Tensor]) -> None:
+    def restore_copy(self, kept: Sequence[Tensor]) -> None:
         """Restore remainders; the caller restores values."""
         for remainder, before in zip(self.remainders.values(), kept, strict=True):
             remainder.copy_(before)

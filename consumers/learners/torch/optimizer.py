@@ -121,11 +121,11 @@ class Optimizer:
             ],
         )
 
-    def go_back(self, kept: KeptState) -> None:
+    def restore_copy(self, kept: KeptState) -> None:
         """Restore the copy, consuming it."""
         self.clear()
         self._forget()
-        self._masters.go_back(kept.remainders)
+        self._masters.restore_copy(kept.remainders)
         for parameter, weights in zip(self._parameters, kept.weights, strict=True):
             parameter.data.copy_(weights)
         for parameter, kind, state in zip(self._parameters, self._kinds, kept.moments, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Protocol
 from zlib import crc32
 
 from dora_pipe.config.logged import logged_keys
@@ -23,9 +23,6 @@ from dora_pipe.orchestrator.entities import Worker
 from dora_pipe.schemas.batch import batch_lines
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.wire import canonical
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 BUCKETS: Final = 4096
 """A change rehashes its whole bucket."""
@@ -64,12 +61,18 @@ PAIRS: Final = ("policies", "pins", "deadlines")
 """Maps with number keys, written as sorted pairs."""
 
 
+class Digestible(Protocol):
+    """State: a dataclass with the fields of `TABLES`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
 def bucket_of(name: str) -> int:
     """Return the bucket of an entity id."""
     return crc32(name.encode()) % BUCKETS
 
 
-def rest_of(state: DataclassInstance) -> dict[str, Any]:
+def rest_of(state: Digestible) -> dict[str, Any]:
     names = (name for name in state.__dataclass_fields__ if name not in LEFT_OUT)
     rest: dict[str, Any] = {name: getattr(state, name) for name in names}
     rest["config"] = rest["config"] and logged_keys(rest["config"])
@@ -81,7 +84,7 @@ def rest_of(state: DataclassInstance) -> dict[str, Any]:
     return rest
 
 
-def digest_of(state: DataclassInstance) -> str:
+def digest_of(state: Digestible) -> str:
     """Return the hex digest computed from scratch."""
     return Leaves.of(state).digest(state)
 
@@ -108,7 +111,7 @@ class Leaves:
         """Buckets shared with a snapshot; copied on write."""
 
     @classmethod
-    def of(cls, state: DataclassInstance) -> Leaves:
+    def of(cls, state: Digestible) -> Leaves:
         """Return leaves that all need hashing."""
         leaves = cls()
         for kind, table in TABLES.items():
@@ -144,7 +147,7 @@ class Leaves:
         """Return the number of leaves and buckets to hash."""
         return len(self._touched) + len(self._stale)
 
-    def settle(self, state: DataclassInstance, rounds: int = 0) -> None:
+    def settle(self, state: Digestible, rounds: int = 0) -> None:
         """Hash touched leaves, then buckets, oldest first: one equal share if `rounds` more
         rounds precede the digest."""
         near = rounds < NEAR_ROUNDS
@@ -154,19 +157,19 @@ class Leaves:
             self._digest_some(came + _share(len(self._stale) - came, rounds))
         self._left = len(self._stale)
 
-    def digest(self, state: DataclassInstance) -> str:
+    def digest(self, state: Digestible) -> str:
         """Return the hex digest of the state."""
         self.settle(state)
         rest = sha256(canonical(rest_of(state))).digest()
         return sha256(rest + b"".join(self._digests)).hexdigest()
 
-    def settled(self, state: DataclassInstance) -> list[dict[str, bytes]]:
+    def settled(self, state: Digestible) -> list[dict[str, bytes]]:
         """Return every leaf's canonical JSON, by bucket; safe to read in another thread."""
         self.settle(state)
         self._lent = set(self._bytes)
         return list(self._bytes.values())
 
-    def _hash_some(self, state: DataclassInstance, least: int) -> None:
+    def _hash_some(self, state: Digestible, least: int) -> None:
         done: list[str] = []
         spent = 0
         for key in self._touched:
@@ -183,7 +186,7 @@ class Leaves:
             leaves = sorted(self._hashes[number].values())
             self._digests[number] = sha256(b"".join(leaves)).digest()
 
-    def _hash(self, state: DataclassInstance, key: str) -> int:
+    def _hash(self, state: Digestible, key: str) -> int:
         kind, _, name = key.partition(" ")
         table = getattr(state, _TABLE_OF[kind])
         number = bucket_of(name)

@@ -58,7 +58,6 @@ def _clients_end() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's eventful run, not to be changed."""
     from tests.support.recorded_run import recorded_in
 
     return recorded_in(tmp_path_factory.getbasetemp())
@@ -66,13 +65,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 @pytest.fixture
 def copy(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
-    """A copy of it, to be damaged."""
     return recorded.copy(tmp_path / "copy")
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`dora-pipe` in this process: exit code, stdout, stderr."""
     from tests.support.command_line import caller
 
     return caller(monkeypatch, capsys)
@@ -80,7 +77,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(autouse=True)
 def _log_levels_stay() -> Iterator[None]:
-    """A command that runs in this process may set them; the next test starts with its own."""
     logger = logging.getLogger("dora_pipe")
     before = logger.level
     yield
@@ -94,7 +90,6 @@ def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse or skip what this machine cannot run, each with its reason."""
     need_device()
     if item.get_closest_marker("gpu") and not has_gpu():
         pytest.skip(NO_GPU)
@@ -103,7 +98,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def require_broker_tools() -> None:
-    """Skip the running test where a real broker cannot be started; fail it in CI."""
     missing = missing_tools()
     if not missing:
         archive_classes()
@@ -116,7 +110,6 @@ def require_broker_tools() -> None:
 
 @pytest.fixture(scope="session")
 def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """A real broker, started on first use and kept for the session; use topics of your own."""
     require_broker_tools()
     with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
         yield broker
@@ -131,6 +124,5 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def secure_kafka(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[KafkaBroker]:
-    """A real broker that asks who comes, for one module."""
     with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
         yield broker

@@ -19,8 +19,6 @@ LIMIT_OF_THE_CHECK_BYTES = 99_980
 
 
 class BlobHarness:
-    """Claims each value that is not empty, on the log of another harness."""
-
     def __init__(self, inner: MemoryHarness | SqliteHarness, folder: Path) -> None:
         self.inner = inner
         self.waits, self.shared, self.url = inner.waits, inner.shared, ""
@@ -44,7 +42,6 @@ class BlobHarness:
         self.inner.make_next_append_unknown(writer.inner)
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
-        """In the log below."""
         return self.inner.leave_open(topic)
 
 

@@ -33,8 +33,6 @@ class DenseLog(MemoryLog):
 
 
 class LastOffsetReader(MemoryReader):
-    """Believes that "caught up" is the last offset + 1."""
-
     def __init__(self, bus: MemoryBus, positions: Mapping[TopicPartition, int]) -> None:
         super().__init__(bus, positions)
         self._seen = dict(positions)
@@ -51,15 +49,11 @@ class LastOffsetReader(MemoryReader):
 
 
 class CarefreeReader(MemoryReader):
-    """Believes that what it may see is all there is."""
-
     def held_back(self) -> list[TopicPartition]:
         return []
 
 
 class HeaderlessReader(MemoryReader):
-    """Loses headers that carry nothing."""
-
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 1 << 25
     ) -> list[Record]:
@@ -68,8 +62,6 @@ class HeaderlessReader(MemoryReader):
 
 
 class UnboundedReader(MemoryReader):
-    """Returns as many bytes as it likes."""
-
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 1 << 25
     ) -> list[Record]:
@@ -77,8 +69,6 @@ class UnboundedReader(MemoryReader):
 
 
 class UnfencedWriter(MemoryWriter):
-    """Ignores newer writers of its name."""
-
     def _check_writable(self) -> None:
         if self._name is not None:
             self._epoch = self._bus.log._epochs[self._name]
@@ -86,18 +76,13 @@ class UnfencedWriter(MemoryWriter):
 
 
 class OneByOneWriter(MemoryWriter):
-    """Appends what comes before the record that it refuses."""
-
     def append(self, records: Sequence[Append]) -> list[int]:
         append = super().append
         return [offset for record in records for offset in append([record])]
 
 
 class ConfidentWriter(MemoryWriter):
-    """Tells a failure where it does not know the outcome."""
-
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Would lead its caller to append the record again under the same epoch."""
         try:
             return super().append(records)
         except OutcomeUnknown as error:

@@ -83,7 +83,6 @@ def test_what_a_dead_writer_left_open_hides_nothing_once_its_successor_is_there(
 
 
 def set_quota(bootstrap: str, bytes_per_s: float | None) -> None:
-    """Bound what each client reads from this broker; None ends it."""
     request = AlterClientQuotasRequest
     op = request.EntryData.OpData(
         key="consumer_byte_rate", value=bytes_per_s or 0.0, remove=bytes_per_s is None
@@ -137,7 +136,6 @@ def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
 
 
 def set_topic(bootstrap: str, topic: str, **settings: str) -> None:
-    """Change settings as an administrator does."""
     changed = {name.replace("_", "."): value for name, value in settings.items()}
     with closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, changed)])
@@ -204,7 +202,6 @@ def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
 
 @pytest.mark.slow
 def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_path: Path) -> None:
-    """The client itself would only say that something took too long."""
     lost = Listener(name="LOST", advertised="no-such-host.invalid:9092")
     with KafkaBroker(tmp_path, listeners=[lost]) as broker:
         with pytest.raises(BusError, match=r"sends clients to no-such-host\.invalid:9092"):

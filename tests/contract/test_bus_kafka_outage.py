@@ -27,7 +27,6 @@ SLACK_S = 10.0
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[KafkaBroker]:
-    """A broker of this test's own: it will be hurt."""
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     with KafkaBroker(tmp_path) as broker:
         yield broker
@@ -43,7 +42,6 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 
 def pause(broker: KafkaBroker) -> None:
-    """SIGSTOP, and wait until the last of its threads has noticed."""
     broker.pause()
     time.sleep(0.5)
 
@@ -53,7 +51,6 @@ def texts(*given: str) -> list[Append]:
 
 
 def read_until(bus: KafkaBus, last: bytes) -> list[bytes]:
-    """Everything up to a value that must come."""
     reader = bus.reader({AT: 0})
     records: list[Record] = []
     deadline_s = time.monotonic() + 30

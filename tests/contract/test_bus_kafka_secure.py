@@ -29,19 +29,15 @@ AT_ONCE_S = 8.0
 
 @pytest.fixture
 def admin(certificates: Certificates, tmp_path: Path) -> KafkaSecurity:
-    """May do everything."""
     return security_of("admin", certificates, tmp_path)
 
 
 @pytest.fixture
 def stranger(certificates: Certificates, tmp_path: Path) -> KafkaSecurity:
-    """Is known, and may do nothing that the test has not allowed."""
     return security_of("stranger", certificates, tmp_path)
 
 
 class SecureHarness(KafkaHarness):
-    """Every bus by SASL_SSL."""
-
     def __init__(self, address: str, security: KafkaSecurity) -> None:
         super().__init__(address)
         self.security = security
@@ -95,7 +91,6 @@ def assert_enters(secure_kafka: KafkaBroker, listener: str, security: KafkaSecur
 
 
 def refused(secure_kafka: KafkaBroker, listener: str, security: KafkaSecurity) -> AccessRefused:
-    """The refusal, which must come at once, be one line, and hold no secret."""
     began_s = time.monotonic()
     with pytest.raises(AccessRefused) as raised:
         KafkaBus([secure_kafka.address(listener)], security=security)
@@ -185,7 +180,6 @@ def test_one_broker_that_lets_in_is_enough(secure_kafka: KafkaBroker, admin: Kaf
 def test_each_missing_right_is_named_and_the_hint_grants_it(
     secure_kafka: KafkaBroker, admin: KafkaSecurity, stranger: KafkaSecurity
 ) -> None:
-    """Goes from no right at all to all that a writer needs, by nothing but the hints."""
     address = secure_kafka.address("SECURE")
     harness = SecureHarness(address, admin)
     topic, name = topic_on(harness, harness.open()), harness.topic("w")
@@ -238,7 +232,6 @@ def granted_for(secure_kafka: KafkaBroker, work: Callable[[], None]) -> list[str
 
 
 def grant(secure_kafka: KafkaBroker, hint: str) -> str:
-    """Do what a hint says; returns the operation."""
     words = hint.partition(";")[0].split()
     settings = dict(zip(words[2::2], words[3::2], strict=True))
     kind = "TOPIC" if "--topic" in settings else "TRANSACTIONAL_ID"

@@ -26,7 +26,6 @@ def bus(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 @pytest.fixture
 def partition(bus: KafkaBus) -> TopicPartition:
-    """The only partition of a topic of this test's own."""
     topic = f"sizes-{uuid4().hex[:8]}"
     bus.create([TopicSpec(name=topic)])
     return TopicPartition(topic, 0)
@@ -39,7 +38,6 @@ def records(partition: TopicPartition, count: int, size: int = 1) -> list[Append
 
 
 def read(bus: KafkaBus, partition: TopicPartition, count: int, timeout_s: float) -> list[Record]:
-    """Everything from the beginning, which must come."""
     reader = bus.reader({partition: 0})
     records: list[Record] = []
     deadline_s = time.monotonic() + 60

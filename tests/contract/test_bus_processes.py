@@ -28,7 +28,6 @@ ROUNDS = 30
 
 @pytest.fixture(params=["sqlite", pytest.param("kafka", marks=pytest.mark.kafka)])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """A log that processes can share."""
     if request.param == "sqlite":
         harness: Any = SqliteHarness(tmp_path)
     else:
@@ -38,8 +37,6 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 class WriterProcess:
-    """`tests.support.bus_writer`, started and held until `go`."""
-
     def __init__(self, url: str, topic: str, who: str, count: int, *exclusive: str) -> None:
         arguments = [url, topic, "0", who, str(BATCH), str(count), *exclusive]
         self.process = subprocess.Popen(
@@ -52,18 +49,15 @@ class WriterProcess:
         assert self.line() == "ready"
 
     def line(self) -> str:
-        """The next line it says; empty when it ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def go(self) -> None:
-        """Let it append."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def end(self) -> list[str]:
-        """Everything else it said. `communicate` would miss what `line` has read ahead."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(END_LIMIT_S, self.process.kill)
         late.start()
@@ -135,7 +129,6 @@ def test_a_process_is_fenced_by_another(harness: Any) -> None:
 
 
 def kill_rounds(harness: Any, rounds: int) -> None:
-    """Kill writers at different moments of an append; half of them are exclusive."""
     bus = harness.open()
     topic, name = topic_on(harness, bus), harness.topic("x")
     acknowledged = {}

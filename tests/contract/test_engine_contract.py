@@ -31,7 +31,6 @@ SUBJECTS = (
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    """Each engine with two policies, the first one loaded."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "simulated":
         yield _simulated(folder)

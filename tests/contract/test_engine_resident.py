@@ -43,8 +43,6 @@ DIFFERENT = {"float32": 100, "bfloat16": 2}[LORA_DTYPE] * TOLERANCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Several:
-    """An engine under test, and three policies: a base and two adapters on it."""
-
     kind: str
     directory: Path
     policies: list[tuple[Path, str]]
@@ -52,7 +50,6 @@ class Several:
 
     @property
     def rounds(self) -> bool:
-        """Whether what it says in other company differs by rounding."""
         return self.kind == "vllm"
 
     @property
@@ -75,7 +72,6 @@ class Several:
 
     @property
     def subject(self) -> Subject:
-        """The same for the checks of `engine_contract`."""
         return Subject(
             name=self.kind,
             open=self.open,
@@ -86,7 +82,6 @@ class Several:
         )
 
     def wanted(self, count: int = 24, *, max_tokens: int = 40) -> list[EngineRequest]:
-        """Requests of many lengths, spread over the three versions."""
         plain = requests(self.subject, count, max_tokens=max_tokens)
         return [replace(row, version=number % 3) for number, row in enumerate(plain)]
 
@@ -123,7 +118,6 @@ def several(
 
 
 def torch(assets: Path) -> Callable[..., Engine]:
-    """Opens the torch engine for adapters."""
     return lambda *, slots, most, **more: TorchEngine.open(
         assets,
         slots=slots,
@@ -138,7 +132,6 @@ def torch(assets: Path) -> Callable[..., Engine]:
 def assert_same(
     several: Several, results: Mapping[str, Result], expected_results: Mapping[str, Result]
 ) -> None:
-    """In every bit, or as nearly as the engine promises."""
     assert "error" not in {result.reason for result in expected_results.values()}
     assert_all_alike(several.subject, results, expected_results)
 

@@ -78,7 +78,6 @@ def test_they_are_those_of_the_own_engine(mixture: Mixture) -> None:
 
 
 def test_samples_and_requests_that_go_on_have_all_of_them(mixture: Mixture) -> None:
-    """Though the engine has kept their beginnings."""
     _, engine = mixture
     asked = request("r", PROMPT, max_tokens=40, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]

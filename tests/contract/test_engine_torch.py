@@ -219,7 +219,6 @@ def test_weights_that_change_under_long_rows_are_prefilled_over_several_steps(
 
 
 def test_what_a_prompt_was_sampled_as_makes_no_difference(directory: Path) -> None:
-    """Feeding 150 sampled tokens as a prompt leaves the very bits that sampling them left."""
     engine = open_engine(directory)
     full = run(engine, [request("r", [5], max_tokens=200)])["r"]
     tokens = [5, *full.tokens[:150]]

@@ -200,7 +200,6 @@ def test_no_block_of_older_weights_is_hit_after_a_load(
 def test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied(
     vllm: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its salt, the same engine does hit blocks of older weights."""
     engine: Any = vllm.open(slots=2)
     never_emptied(engine, monkeypatch)
     monkeypatch.setattr(engine, "_salt", lambda adapter: "one for all")
@@ -212,7 +211,6 @@ def test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied(
 
 
 def never_emptied(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave vLLM's prefix cache as it is when weights change."""
     ask = engine._server._call
 
     def asked(method: str, path: str, body: object = None) -> Any:
@@ -224,7 +222,6 @@ def never_emptied(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reused(engine: Any, asked: EngineRequest) -> int:
-    """Tokens of a request's prompt that vLLM finds in its cache."""
     before = engine.prompt_tokens
     run(engine, [asked])
     spent = since(engine, before)
@@ -317,7 +314,6 @@ def test_server_listens_on_this_machine_alone(vllm: Subject) -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "tied_llama", "qwen3_moe", "whole_experts", "glm4_moe"])
 def test_packed_weights_are_those_that_were_loaded_last(tmp_path: Path, kind: str) -> None:
-    """A head that is tied to the embedding, and experts that are padded, whole or shared."""
     from tests.support.torch_engines import logprob_distance
 
     need_vllm()

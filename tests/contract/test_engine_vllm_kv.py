@@ -44,7 +44,6 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 @pytest.fixture
 def target(vllm: Subject) -> Iterator[VllmEngine]:
-    """A worker of the second one, with the same weights."""
     engine = opened(vllm, tensor_parallel_size=RANKS, number=1)
     yield engine
     engine.close()

@@ -33,8 +33,6 @@ DISTANCE_MAX = MODEL_DISTANCE[LORA_DTYPE]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A base and three adapters; `merged` are model directories, of version 0 the base's."""
-
     policies: list[tuple[Path, str]]
     merged: list[Path]
     open: Callable[..., Any]
@@ -52,7 +50,6 @@ class Lora:
         engine.load(path, version=version, digest=digest)
 
     def assert_is(self, policy: int, request: EngineRequest, result: Result) -> None:
-        """The result is of this policy, and of no other."""
         distances = [logprob_distance(each, request, result) for each in self.merged]
         if LORA_DTYPE == "bfloat16":  # errors grow with the prompt: the others are further by far
             own = distances.pop(policy)
@@ -72,7 +69,6 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
 
 
 def published(folder: Path) -> tuple[Published, list[Path]]:
-    """A base and three adapters in a store, the last in bfloat16, and the `merged` of Lora."""
     directory = make("qwen2", folder / "model")
     lora = make_lora(directory, folder / "policies", adapters=2)
     (base, digest), merged = lora.policies[0], [directory]
@@ -109,7 +105,6 @@ def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora:
     engine = lora.serving(0, 1, 2)
 
     def reused(policy: int, version: int) -> int:
-        """Tokens of the prompt that were cached; what is sampled is of the policy."""
         before, request = engine.prompt_tokens, under(version, tokens=prompt)
         lora.assert_is(policy, request, run(engine, [request])[request.request])
         spent = since(engine, before)
@@ -157,7 +152,6 @@ def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> 
 
 
 def adapters() -> list[str]:
-    """The names that the server's front end knows."""
     return sorted(VllmServerClient(running_server(lora_rank=RANK)[0].address, None).adapters())
 
 

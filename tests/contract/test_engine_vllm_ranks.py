@@ -57,7 +57,6 @@ def dealt(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def vllm(dealt: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """The server of two ranks, under the name by which the tests of vLLM ask for theirs."""
     need_vllm()
     with server_subject(tmp_path_factory.mktemp("vllm-ranks"), **dealt) as subject:
         yield subject
@@ -75,7 +74,6 @@ def test_tokens_of_two_ranks_are_those_of_one(
 
 
 def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each has a part of every expert, here one of 24, which is padded; the routes are one's."""
     from tests.support.torch_engines import logprob_distance
 
     need_vllm()

@@ -26,7 +26,6 @@ SLEEPING = replace(SETTINGS, sleep=True, kv_cache_gb=KV_GB)
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[Engine, Subject]]:
-    """An engine that can sleep, with the first of two policies."""
     need_vllm()
     store = PolicyStore(folder / "policies")
     directories = [BUILDERS["qwen2"](folder / f"seed{seed}", seed) for seed in (0, 1)]

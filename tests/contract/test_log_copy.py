@@ -32,8 +32,6 @@ PAIRS = [
 
 
 class Pair:
-    """A source with records and gaps in two topics, and an empty log for its copy."""
-
     def __init__(self, source: Harness, target: CopyTarget, prefix: str) -> None:
         self.harness, self.target = source, target
         self.source = source.open()
@@ -46,7 +44,6 @@ class Pair:
         self.target.bus.create(self.specs)
 
     def write(self, appends: int, start: int = 0) -> None:
-        """Append twice as many records: one per topic in each call."""
         with closing(self.source.writer(exclusive=f"{self.topics[0]}.writer")) as writer:
             for number in range(start, start + appends):
                 text = f"record {number}".encode()
@@ -129,8 +126,6 @@ class Killed(Exception):
 
 
 class DyingTarget:
-    """Dies at a call of `schedule`: before it, or with a part of its records written."""
-
     def __init__(self, target: CopyTarget, calls: int) -> None:
         self.bus, self.position = target.bus, target.position
         self._target, self._left = target, calls

@@ -81,8 +81,6 @@ def gated(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor], T
 
 @dataclass(frozen=True)
 class Subject:
-    """An objective. One of your own: import its module here, and say its value."""
-
     kind: str
     value: Value
     keys: dict[str, Any] = field(default_factory=dict)

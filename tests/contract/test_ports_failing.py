@@ -182,8 +182,6 @@ def _thread_port(error: BaseException, folder: Path) -> ThreadPort:
 
 @dataclass(frozen=True)
 class Case:
-    """An effect, and the events that tell that it failed; `ENDS` where the role ends with it."""
-
     effect: Any
     said: tuple[type, ...]
 

@@ -14,7 +14,6 @@ from tests.support.bus_steps import Harness, catch_up, values
 
 
 def runs() -> list[Topics]:
-    """Names that begin alike, look like another's topic, or differ in a sign or a case."""
     stem = f"a{uuid4().hex[:8]}"
     return [Topics(f"{stem}{end}") for end in ("", "-control", "_control", "B", "b")]
 

@@ -18,8 +18,6 @@ JSONL_REWARD = "def score(row, text):\n    return float(text.strip() == row['ans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task as configured, and how a row's right and wrong last turns look."""
-
     config: model.Task
     right: Callable[[Row], str]
     wrong: Callable[[Row], str]

@@ -23,7 +23,6 @@ SECOND_NS = 10**9
 def harness(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Harness:
-    """Each implementation in a folder of its own."""
     match request.param:
         case "tensorboard":
             pytest.importorskip("tensorboardX")

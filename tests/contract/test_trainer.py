@@ -25,8 +25,6 @@ from tests.support.models import make_further, make_llama_gqa, make_qwen2, make_
 
 @dataclass
 class Subject:
-    """A kind of trainer, with version 0 of a policy it can train."""
-
     store: PolicyStore
     policy: Manifest
     make: Callable[[], Learner]
@@ -70,8 +68,6 @@ def _simulated_subject(root: Path) -> Subject:
 
 
 def _deepspeed_subject(root: Path, kind: str) -> Subject:
-    """`deepspeed-STAGE[-lora][-published][-DTYPE[-OFFLOAD]]`, of as many ranks as DORA_PIPE_RANKS
-    says; what is published is float32, or bfloat16."""
     deepspeed.need_deepspeed()
     _, stage, *words = kind.split("-")
     more = [word for word in words if word not in ("lora", "published")]
@@ -141,7 +137,6 @@ def batches(count: int) -> list[TrainBatch]:
 
 
 def train(trainer: Learner, *steps: TrainBatch, settings: Settings = SETTINGS) -> list[str]:
-    """Train steps one after the other; the weights digest after each."""
     digests = []
     for batch in steps:
         trainer.train(batch, settings)

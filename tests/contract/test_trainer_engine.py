@@ -136,10 +136,6 @@ def _batch(
     step: int,
     first: str = "",
 ) -> TrainBatch:
-    """Four groups of four trajectories, sampled by the engine under one policy.
-
-    `first` is version 0, on which an adapter stands.
-    """
     engine = open_engine(store.assets_path(assets))
     if step and open_engine is _serving:
         engine.load(store.weights_path(first), version=0, digest=first)

@@ -47,7 +47,6 @@ class _CountingReader(ReaderWrapper):
 
 
 def log_of(bus: Bus, topics: Topics, first: int, steps: int, *, incarnation: int = 0) -> None:
-    """Append commits, and after each a record of another role."""
     facts: list[AnyControl] = []
     if first == 0:
         facts = [records.run_started(records.make_config(run__name=topics.run))]

@@ -25,8 +25,6 @@ LIMIT_S = 30.0
 
 
 class SlowTrainer(SimulatedLearner):
-    """A step takes as long as the test wants."""
-
     def __init__(self, gate: threading.Event) -> None:
         super().__init__()
         self._gate = gate
@@ -37,8 +35,6 @@ class SlowTrainer(SimulatedLearner):
 
 
 class Running:
-    """A trainer in a thread of the test, as a process would run it."""
-
     def __init__(self, stage: TrainerStage, open_bus: Callable[[], Bus], **options: Any) -> None:
         self.stop = threading.Event()
         self.error: BaseException | None = None
@@ -67,13 +63,11 @@ class Running:
         return learner
 
     def join(self) -> BaseException | None:
-        """Wait for its end; what ended it."""
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
         return self.error
 
     def end(self) -> None:
-        """Ask it to stop and wait."""
         self.stop.set()
         assert self.join() is None
 
@@ -200,8 +194,6 @@ def test_trainer_that_is_stopped_while_it_waits_leaves_no_trace(
 
 
 class HurriedClock(SystemClock):
-    """Sleeping costs nothing and waiting is soon over."""
-
     def __init__(self) -> None:
         self.ahead_ns = 0
 

@@ -27,7 +27,6 @@ LARGE = CHANCE.integers(0, 256, 9 * 1024 * 1024 + 17, dtype=np.uint8).tobytes()
 
 @pytest.fixture(params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    """Two ends, by each way."""
     yield from PAIRS[request.param](tmp_path)
 
 
@@ -171,7 +170,6 @@ def test_without_transfers_nothing_is_kept() -> None:
 
 
 def test_pairs_are_of_every_way(tmp_path: Path) -> None:
-    """The suite would say nothing about a way that is not among its pairs."""
     assert set(PAIRS) == {"memory", "files", "flight"}
     for pair in PAIRS["flight"](tmp_path):
         assert pair.source.address != pair.target.address != ""

@@ -145,7 +145,6 @@ def test_token_never_travels_and_proofs_fit_one_pair_of_nonces(tmp_path: Path) -
 
 
 def test_peer_that_does_not_know_the_token_learns_no_proof(tmp_path: Path) -> None:
-    """A client gives its own proof only to who has given one."""
     heard: list[tuple[str, int]] = []
 
     class Impostor(flight.FlightServerBase):  # type: ignore[misc]
@@ -185,8 +184,6 @@ def silent(address: str) -> socket.socket:
 
 
 def half_a_call(method: bytes) -> Callable[[str], socket.socket]:
-    """A call of gRPC that is begun, in HTTP/2's own frames, and whose message never comes."""
-
     def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
         return (
             struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload

@@ -35,7 +35,6 @@ def offered(transfers: FlightTransfers, data: bytes = DATA) -> Blob:
 
 
 def put_weights(folder: Path, data: bytes = DATA) -> None:
-    """A file of the policy store of the machine in this folder."""
     path = folder / "policies" / NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

@@ -35,7 +35,6 @@ NAME = f"weights/{DIGEST}.safetensors"
 
 
 def no_bus() -> Bus:
-    """There is no log."""
     raise BusError("no log")
 
 
@@ -124,7 +123,6 @@ def test_host_that_is_not_given_is_reached_by_this_machine_alone(
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")
@@ -178,11 +176,9 @@ class Log:
         self.said = 0
 
     def open(self) -> Bus:
-        """A bus of a reader's own."""
         return MemoryBus(self.log, now_ms=lambda: 0)
 
     def say(self, weights_at: str, *, trainer: bool = False) -> None:
-        """A status of some role."""
         common: dict[str, Any] = {"at_ns": 1, "cost": COST, "weights_at": weights_at}
         status: msgspec.Struct
         if trainer:
@@ -204,7 +200,6 @@ class Log:
         self.put(encode(status))
 
     def put(self, value: bytes) -> None:
-        """Any record."""
         self.said += 1
         append = Append(topic=TOPICS.metrics, partition=self.said % 2, value=value)
         self.bus.writer().append([append])
@@ -262,8 +257,6 @@ def test_process_that_serves_nothing_has_no_url() -> None:
 
 
 class CountedFiles:
-    """A store that lies elsewhere, and how often it is read."""
-
     where = "elsewhere"
 
     def __init__(self, root: Path) -> None:
@@ -281,7 +274,6 @@ class CountedFiles:
         path.write_bytes(source.read_bytes())
 
     def exists(self, name: str) -> bool:
-        """See `Files`; looking is no reading."""
         return (self.root / name).is_file()
 
     def __getattr__(self, name: str) -> Any:
@@ -289,7 +281,6 @@ class CountedFiles:
 
 
 def peers_of(*addresses: str) -> Callable[[str], list[str]]:
-    """A book that always says the same."""
     return lambda name: list(addresses)
 
 

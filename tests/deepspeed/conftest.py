@@ -22,8 +22,6 @@ def _installed() -> None:
 
 
 class Bench:
-    """A policy, a log, and trainers of either kind on them."""
-
     def __init__(
         self, root: Path, model: Path | None = None, *, dtype: PolicyDtype = "float32"
     ) -> None:
@@ -50,7 +48,6 @@ class Bench:
         return learner
 
     def tensors(self, trainer: Any, path: Path) -> dict[str, Any]:
-        """The weights of a trainer by name."""
         from dora_pipe.consumers.learners.torch.model import read_tensor
         from dora_pipe.store.safetensors_file import mapped, read_entries
 
@@ -66,5 +63,4 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def steps(trainer: Any, batches: list[TrainBatch], settings: Settings) -> list[Any]:
-    """The results of training these."""
     return [trainer.train(batch, settings) for batch in batches]

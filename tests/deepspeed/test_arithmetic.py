@@ -52,8 +52,6 @@ def assert_same_steps(
 
 
 def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
-    """Steps whose KL is to the version that a first step made, written to `first`: both trainers'
-    are the same; those of `ours`."""
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.reference": 1}
     batch, *later = three_batches()
     for trainer in (ours, theirs):

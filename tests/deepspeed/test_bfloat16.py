@@ -28,7 +28,6 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def saved(trainer: Any, folder: Path, name: str) -> tuple[Manifest, bytes]:
-    """Weights and checkpoint, written under this name."""
     manifest = trainer.save_weights(folder / f"{name}.weights")
     trainer.save_optimizer(folder / f"{name}.state")
     return manifest, (folder / f"{name}.state").read_bytes()
@@ -52,7 +51,6 @@ def test_steps_are_those_of_the_torch_trainer_and_small_ones_add_up_in_the_maste
 
 
 def masters(folder: Path, name: str) -> dict[str, Any]:
-    """Weights and what a checkpoint has beyond them, put together."""
     import torch
 
     from dora_pipe.consumers.learners.torch.model import read_tensor

@@ -64,7 +64,6 @@ def test_dense_model_and_odd_numbers_of_experts_are_refused_in_one_line(
 
 
 def through(batch: TrainBatch, *, experts: list[int], layers: int) -> TrainBatch:
-    """The batch, all of whose tokens go through these."""
     groups = []
     for group in batch.groups:
         created = []

@@ -97,7 +97,6 @@ def test_tokens_go_through_the_experts_of_the_log_on_every_rank(
 def test_loss_of_routers_is_that_of_the_torch_trainer_in_parts_and_rows_too(
     mixture: Bench, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In the last way some ranks stand idle in some turns, as rows of a trajectory are many."""
     if mixture.policy.dtype == "bfloat16":
         pytest.skip("GLM-4 balances its experts by a bias")
     last = "micro_batch_tokens" in options

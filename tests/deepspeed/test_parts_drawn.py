@@ -32,8 +32,6 @@ APART = 1e-4
 
 
 class Pair:
-    """A trainer on ranks and torch's, which begin every step with the same weights."""
-
     def __init__(self, bench: Bench, folder: Path, options: dict[str, Any]) -> None:
         self._folder = folder
         lora = options.get("lora")
@@ -76,7 +74,6 @@ def pair(
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
-    """A batch in parts, what is in force, and how many parts are computed ahead of the batch."""
     groups = draw(st.integers(2, 5))
     first = draw(st.integers(1, groups - 1))
     second = draw(st.integers(0, groups - 1 - first))

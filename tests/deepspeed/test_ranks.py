@@ -49,7 +49,6 @@ def _two_ranks() -> None:
 
 
 def _changed(batch: TrainBatch) -> TrainBatch:
-    """Every place claims other bytes."""
     groups = [
         replace(group, places=[replace(location, sha256="0" * 64) for location in group.places])
         for group in batch.groups

@@ -58,7 +58,6 @@ def _said(path: Path) -> str:
 
 
 def _ranks(path: Path) -> Iterator[int]:
-    """Process ids of ranks above 0 that run for the user's folder."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -73,7 +72,6 @@ def _ranks(path: Path) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a run of three steps in parts, whose rank 1 was killed on the way."""
     deepspeed.need_deepspeed(ranks=2)
     directory = furnish(tmp_path_factory.mktemp("run"))
     run = start(directory, "run", "config.toml", *TRAINER, *IN_PARTS)
@@ -155,7 +153,6 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
 def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     make: Callable[..., Path], stage: int, dtype: str, keys: list[str], tmp_path: Path
 ) -> None:
-    """From a warm start; all versions between checkpoints are deltas."""
     directory = furnish(tmp_path)
     (directory / "judge.py").write_text(VARIED)
     examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
@@ -183,7 +180,6 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
 
 
 def assert_same_logits(directory: Path, weights: Path) -> None:
-    """transformers computes with a directory what the trainer's network does with its file."""
     network = build(directory)
     load_weights(network, weights)
     read: Any = AutoModelForCausalLM.from_pretrained

@@ -46,7 +46,6 @@ def _until_committed(job: SlurmJob, count: int) -> None:
 
 
 def _second_node(job: SlurmJob) -> dict[int, str]:
-    """The processes there by id, with their environments."""
     results = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in job.processes()}
     return {
         pid: result for pid, result in results.items() if f"SLURMD_NODENAME={NODES[1]}\0" in result
@@ -54,20 +53,17 @@ def _second_node(job: SlurmJob) -> dict[int, str]:
 
 
 def _rank_1(job: SlurmJob) -> int:
-    """The process of the second node that trains."""
     (result,) = [pid for pid, entry in _second_node(job).items() if "\0RANK=1\0" in entry]
     return result
 
 
 @contextmanager
 def _left(job: SlurmJob) -> Iterator[OpenRun]:
-    """The run, when the job's broker is gone with it."""
     with KafkaBroker(job.scratch / "kafka", port=job.port), opened(job.url) as run:
         yield run
 
 
 def _assert_whole(job: SlurmJob, steps: int) -> int:
-    """The audit is clean and every step has equal bits; how many trainers there were."""
     with _left(job) as run:
         report = audit(run.bus, run.topics, run.policies)
         assert not report.violations_total, report

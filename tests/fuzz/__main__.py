@@ -54,7 +54,6 @@ class Fuzzed:
 
 
 def fuzz(target: Target, *, seconds: int, seed: int, folder: Path) -> Fuzzed:
-    """Fuzz a target; `folder` gets its corpus, its log and what was found."""
     seeds, path = folder / "corpus", folder / "found"
     for entry in (seeds, path):
         entry.mkdir(parents=True)
@@ -101,7 +100,6 @@ def parse(log: str, findings: tuple[Path, ...]) -> Fuzzed:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The number of targets with a finding, as exit code."""
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--seconds", type=int, default=20, help="for each target")

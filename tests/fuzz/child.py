@@ -28,7 +28,6 @@ WORDINGS_MAX: Final = 4096
 
 
 def main() -> None:
-    """Fuzz until libFuzzer's limits are met; a finding ends the process."""
     sys.setrecursionlimit(1000)
     name = sys.argv.pop(1)
     with atheris.instrument_imports(include=list(MODULES)):

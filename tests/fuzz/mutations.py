@@ -59,7 +59,6 @@ TEXTS: Final = (b"NaN", b"1e999", b"-0", b"1" * 400, b'"\\ud800"', b"[" * 400, b
 
 
 def mutate(shape: Shape, data: bytes, size_max: int, chance: Random, plain: Plain) -> bytes:
-    """Another input that is still of this shape, mostly."""
     if chance.random() < PLAIN_SHARE:
         return plain(data, size_max)
     changed = _SHAPES[shape](data, chance, plain)
@@ -107,7 +106,6 @@ def _json(data: bytes, chance: Random, plain: Plain) -> bytes:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (holder, key) of a tree."""
     results: list[tuple[Any, Any]] = []
     open_: list[Any] = [tree]
     while open_:
@@ -137,7 +135,6 @@ def _change(holder: Any, key: Any, chance: Random, other: tuple[Any, Any]) -> No
 
 
 def _textual(text: bytes, chance: Random) -> bytes:
-    """A value in place of another by its text; or a key twice."""
     position = text.find(b":", chance.randrange(len(text)))
     if position < 0:
         return text
@@ -185,7 +182,6 @@ def _safetensors(data: bytes, chance: Random, plain: Plain) -> bytes:
 
 
 def _delta(data: bytes, chance: Random, plain: Plain) -> bytes:
-    """The head or the frames of a delta, with a sha256 that fits again."""
     end = len(data) - 40
     (length,) = struct.unpack_from("<Q", data, end) if end > 0 else (0,)
     if not 0 < length < end:

@@ -60,8 +60,6 @@ Shape = Literal["json", "frame", "lines", "delta", "safetensors"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A reader. Example: ``TARGETS["control"].read(b"{}")`` raises a SchemaError."""
-
     name: str
     read: Callable[[bytes], object]
     """What an input says, after it was written and read again. Raises DoraError."""
@@ -71,7 +69,6 @@ class Target:
 
 
 def check(target: Target, data: bytes) -> DoraError | None:
-    """Why an input was refused, None if it was accepted; any finding is an exception."""
     try:
         target.read(data)
     except DoraError as error:
@@ -121,7 +118,6 @@ def _write_letter(letter: Any) -> bytes:
 
 @cache
 def _scratch() -> Path:
-    """A directory that lives as long as the process."""
     folder = tempfile.TemporaryDirectory(prefix="dora-pipe-fuzz-")
     _KEPT.append(folder)
     return Path(folder.name)
@@ -146,7 +142,6 @@ _MANIFEST = msgspec.json.Decoder(Policy)
 
 
 def _read_policy_whole(data: bytes) -> Any:
-    """A file's manifest goes into the log, and comes back from there."""
     manifest = _read_policy(data)
     assert decode(encode(manifest), _MANIFEST) == manifest
     return manifest
@@ -158,7 +153,6 @@ def _golden(*names: str) -> list[bytes]:
 
 
 def _weights(name: str, *values: int) -> Path:
-    """A file of two tensors, of which one has these values."""
     path = _scratch() / name
     first = TensorSource(name="a", dtype="BF16", shape=(6,), data=lambda: bytes(12))
     other = TensorSource(name="b", dtype="I8", shape=(2, 4), data=lambda: bytes(values))
@@ -216,7 +210,6 @@ def _dead_letters() -> list[bytes]:
 
 
 def _glance(data: bytes) -> Any:
-    """Both readers of a trajectory agree about it."""
     refused: SchemaError | None = None
     trajectory: Trajectory | None = None
     try:

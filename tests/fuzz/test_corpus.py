@@ -31,7 +31,6 @@ def test_seeds_are_sound(target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_mutations_reach_behind_the_first_check(target: Target) -> None:
-    """Without atheris: 300 changes of the seeds give several refusals, and some are read."""
     chance = Random(5)
 
     def plain(data: bytes, size_max: int) -> bytes:

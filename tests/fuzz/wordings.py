@@ -18,5 +18,4 @@ _DIFFERENT: Final = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?[0-9][0-9a-fx.e+-]
 
 
 def wording(message: str) -> str:
-    """A refusal without what differs from input to input."""
     return _DIFFERENT.sub("_", _SAID.sub("_", message))[:CHARACTERS_MAX]

@@ -36,7 +36,6 @@ def kind_of(record: msgspec.Struct) -> str:
 
 
 def pairs_to_bytes(pairs: tuple[tuple[str, bytes], ...]) -> bytes:
-    """Headers as one file: a line per header."""
     return b"".join(name.encode() + b": " + value + b"\n" for name, value in pairs)
 
 
@@ -78,7 +77,6 @@ def trajectory_files() -> dict[str, bytes]:
 
 
 def files() -> dict[str, bytes]:
-    """Path below `FOLDER` to content, as today's code writes it."""
     letter, letter_headers = encode_dead_letter(
         arrow_values.DEAD_LETTER, max_record_bytes=RECORD_BYTES_MAX
     )
@@ -136,7 +134,6 @@ def files() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write what is missing and name it."""
     for name, content in files().items():
         path = FOLDER / name
         if path.exists():

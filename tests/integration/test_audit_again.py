@@ -28,7 +28,6 @@ from tests.support.tamper import Tamper
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are small, and little waits in memory, as in a long run."""
     monkeypatch.setattr(auditor_module, "PIECE_ROUNDS", 3)
     monkeypatch.setattr(auditor_module, "VERSIONS_KEPT", 1)
     monkeypatch.setattr(evidence_module, "WAITING_MAX", 4)
@@ -192,7 +191,6 @@ def test_log_that_holds_records_back_is_slow_and_not_cut(held_back: bool) -> Non
 
 
 def _cut(log: Path, topic: str, records: int) -> None:
-    """Remove the last records of every partition of a topic, as after an unclean election."""
     with sqlite3.connect(log) as connection:
         (number,) = connection.execute("SELECT id FROM topics WHERE name = ?", (topic,)).fetchone()
         remaining: dict[int, int] = {}

@@ -26,7 +26,6 @@ from tests.support.tamper import Tamper
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
     monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     monkeypatch.setattr(replay_command, "open_engine", _engine)
     monkeypatch.setattr(replay_command, "Tokenizer", _NoTokenizer)
@@ -34,8 +33,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 class _NoTokenizer:
-    """The simulated model has none; only its stop token counts."""
-
     stop_ids = (END_TOKEN,)
 
     def __init__(self, assets: Path) -> None:

@@ -53,12 +53,10 @@ class Example:
     inside: Field = ()
 
     def fields(self) -> list[Field]:
-        """Places of its fields, from the record on."""
         fields = [path for path in fields_of(self.plain()) if path[0] not in SEALED]
         return [(*self.inside, *path) for path in fields]
 
     def left_out(self) -> list[Field]:
-        """Places of the fields that it leaves out and a forger may put in."""
         plain = self.plain()
         result = (name for name in LEFT_OUT.get(self.kind, ()) if name not in plain)
         return [(*self.inside, name) for name in result]
@@ -97,7 +95,6 @@ def all_of(example: Example) -> list[Field]:
 
 
 def forge(log: Tamper, row: Row, *paths: Field) -> None:
-    """Write a record with other values in these fields, and mend the chain."""
     plain = msgspec.json.decode(row.value)
     for path in paths:
         plain = with_another(plain, path)

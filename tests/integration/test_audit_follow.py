@@ -20,7 +20,6 @@ OFFSETS = (1 << 40) - 1
 
 
 def unwrapped(text: str) -> str:
-    """Without the line breaks of a table's cell."""
     return " ".join(text.split())
 
 
@@ -74,7 +73,6 @@ def _grown(recorded: RecordedRun, directory: Path, share: float) -> Path:
 
 
 def _keep(connection: sqlite3.Connection, recorded: RecordedRun, share: float) -> None:
-    """Leave the first part of the rounds, the facts that they fold, and the records of those."""
     topics = recorded.topics
     ids = dict(connection.execute("SELECT name, id FROM topics"))
     connection.execute("DELETE FROM records")

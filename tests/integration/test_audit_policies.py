@@ -22,7 +22,6 @@ Rows = list[dict[str, Any]]
 
 
 def _forge_contributions(run: RecordedRun, change: Callable[[Rows], Rows]) -> None:
-    """Other contributions for a step, under their own digest, named by a commit that fits."""
     store = PolicyStore(run.store)
     with Tamper(run) as log:
         row, fact = log.facts(StepCommitted)[STEP]

@@ -35,7 +35,6 @@ def has_version(cluster: Cluster, version: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run with a checkpoint after every second step."""
     folder = tmp_path_factory.mktemp("bfloat16")
     model = make_llama_gqa(folder / "model", scale=WIDE_LOGITS)
     config = make_config(

@@ -27,8 +27,6 @@ Seen = dict[str, frozenset[str]]
 
 
 class Remembering(SimulatedLearner):
-    """Knows which groups its weights were trained on."""
-
     def __init__(self, observed: Seen, flavour: str = "") -> None:
         super().__init__(flavour=flavour)
         self.seen = observed
@@ -42,8 +40,6 @@ class Remembering(SimulatedLearner):
 
 @dataclass
 class Probe:
-    """Worth 1 for most draws, and less where the weights have seen what is bad."""
-
     seen: Seen
     bad: frozenset[str] = frozenset()
     direction: float | None = None

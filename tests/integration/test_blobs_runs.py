@@ -68,8 +68,6 @@ class Deaths:
 
 
 class MortalBlobs(BlobFiles):
-    """Dies between a value and the record that would claim it, if that is due."""
-
     def __init__(self, folder: Path, deaths: Deaths) -> None:
         super().__init__(folder)
         self._deaths = deaths
@@ -84,8 +82,6 @@ class MortalBlobs(BlobFiles):
 
 @dataclass
 class BlobCluster(Cluster):
-    """A `Cluster` as `dora-pipe run` opens its log."""
-
     deaths: Deaths = field(default_factory=Deaths)
 
     def open_log(self) -> Bus:
@@ -94,7 +90,6 @@ class BlobCluster(Cluster):
 
 
 def talkative_tasks() -> InlineTasks:
-    """Episodes of two turns; one in three environments says very much in between."""
     tasks = InlineTasks(episodes=True, reward=reward_by_text)
     tasks.step = partial(_observe, tasks)
     return tasks
@@ -127,7 +122,6 @@ def blob_cluster(directory: Path) -> BlobCluster:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's directory; a worker died in it between a value and its record."""
     directory = tmp_path_factory.mktemp("blobs") / "claimed"
     with blob_cluster(directory) as cluster:
         cluster.until(lambda: cluster.version >= 1)
@@ -143,14 +137,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """The same elsewhere, to be damaged or pruned."""
     shutil.copytree(run, tmp_path / "claimed")
     return tmp_path / "claimed"
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
     monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
@@ -232,7 +224,6 @@ def test_value_that_is_gone_or_changed_is_one_line_of_audit(
 
 
 def trained(run: Path) -> tuple[Record, str]:
-    """A claim of a trained group: its trajectory's id begins with g."""
     return next(
         (record, digest)
         for record, digest in blobs(run)

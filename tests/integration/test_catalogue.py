@@ -20,8 +20,6 @@ from tests.support.tiers import more
 
 
 class Compared(SeedRun):
-    """A seed's world whose log is looked at by both accounts."""
-
     found: list[str] | None = None
 
     def _audit(self, world: World) -> None:

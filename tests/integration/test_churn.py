@@ -49,8 +49,6 @@ def test_one_worker_with_eta_three_is_live_and_clean(tmp_path: Path, kind: str) 
 
 
 class Churn:
-    """Every so often a worker dies, leaves in order, is drained, or joins; drawn from a seed."""
-
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster = cluster
         self.chance = random.Random(seed)

@@ -37,7 +37,6 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def assert_one_line_and_hint(err: str, line: str, hint: str) -> None:
-    """stderr is exactly an error that matches and a hint that matches."""
     lines = err.strip().splitlines()
     assert len(lines) == 2, err
     assert re.search(line, lines[0].removeprefix("error: "))

@@ -62,7 +62,6 @@ def dispatches(path: Path) -> list[Dispatch]:
 
 
 def said(path: Path, *words: str) -> tuple[int, str]:
-    """Exit code of a command and what it said."""
     (path / "said").write_bytes(b"")
     code = call(path, *words)
     return code, (path / "said").read_text()

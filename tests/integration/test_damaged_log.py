@@ -57,8 +57,6 @@ def cut(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raises where the block takes longer than `LIMIT_S`."""
-
     def too_long(*_: object) -> None:
         raise AssertionError(f"still busy after {LIMIT_S} s")
 

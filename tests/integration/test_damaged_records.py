@@ -32,7 +32,6 @@ from tests.support.ui_stage import source_of, view_of_log
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr."""
     return caller(monkeypatch, capsys)
 
 

@@ -15,7 +15,6 @@ from tests.support.tamper import Tamper
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line."""
     return caller(monkeypatch, capsys)
 
 

@@ -46,8 +46,6 @@ def config_of(**keys: Any) -> Any:
 
 
 def finished(running: Cluster, kill_at: int) -> list[StepCommitted]:
-    """The commits of a run whose trainer is killed on the way, between what the teacher says and
-    the commit of a step."""
     running.until(lambda: running.version >= kill_at)
     trainer = running.roles["trainer"].machine
     running.until(lambda: trainer.phase == "publishing")

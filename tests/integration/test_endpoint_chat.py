@@ -34,7 +34,6 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen 2.5's template with a small tokenizer."""
     return write_chat_model(tmp_path_factory.mktemp("qwen"), "qwen2_5")
 
 
@@ -142,7 +141,6 @@ def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets
 
 
 def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(assets: Path) -> None:
-    """The sampled turn has two blanks where the template writes one: they stay."""
     turns = {0: CALL.replace(": 1", ":  1"), 1: "three<|im_end|>"}
     with stage(assets, says(assets, turns)) as opened, client_of(opened.open("g-0/0")) as client:
         answer = create(client, tools=[ADD]).choices[0]

@@ -31,14 +31,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_stage(assets: Path) -> Iterator[Stage]:
-    """A model that calls, then answers, again and again."""
     words = {index: TURNS[index % 2] for index in range(64)}
     with stage(assets, says(assets, words)) as opened:
         yield opened
 
 
 def check_conversation(stage: Stage, assets: Path) -> None:
-    """The last two calls: the second has the first's prompt, what was sampled, and a result."""
     first, second = stage.calls[-2:]
     sampled = Tokenizer(assets, special_tokens="parse").ids(CALL)
     start = [*first.token_ids, *sampled]

@@ -115,7 +115,6 @@ def test_equal_seeds_give_equal_continuations_and_versions_differ(
 def test_an_environment_that_answers_differently_is_named_with_the_turn(
     turn: int, episodes: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the answer to the last turn before the cut, which a worker does not compare."""
     entry = recorded(episodes, 4)
     install(monkeypatch, lambda: Puzzles(slip="another"))
     words = ("--turn", turn, "--samples", 1)

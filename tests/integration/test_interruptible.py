@@ -46,7 +46,6 @@ CHANGES = {
 
 
 def long_lengths(seed: int, turn: int) -> int:
-    """Most are short; while one of the others runs, several steps are committed."""
     return 120 + seed % 60 if seed % 7 == 0 else 6 + seed % 20
 
 
@@ -264,7 +263,6 @@ def other_weights(trajectory: Trajectory) -> Trajectory:
 
 
 def beyond_the_trainer(trajectory: Trajectory) -> Trajectory:
-    """Versions that did not exist when it was trained."""
     weights = tuple(
         Sampler(version=each.version + 50, digest=each.digest) for each in trajectory.meta.weights
     )

@@ -26,7 +26,6 @@ WAIT_S = 30
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
-    """Three brokers of this test's own, with one topic as they make it by default."""
     with KafkaCluster(tmp_path) as cluster:
         with cluster.admin() as admin:
             admin.create_topics([NewTopic(TOPIC, 1, -1)], wait_for_metadata=True)
@@ -36,7 +35,6 @@ def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
 
 
 def append(bootstrap: str, *values: bytes) -> None:
-    """Append with every acknowledgement that the cluster asks for."""
     producer = KafkaProducer(bootstrap_servers=bootstrap.split(","), acks="all")
     try:
         for value in values:

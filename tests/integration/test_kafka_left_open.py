@@ -67,7 +67,6 @@ def append(bus: KafkaBus, topic: str, *events: msgspec.Struct) -> list[int]:
 
 
 def all_of(bus: KafkaBus, topic: str) -> list[bytes]:
-    """Everything that may be read now."""
     partition = TopicPartition(topic, 0)
     end, result = bus.end(partition), []
     until_s = time.monotonic() + PATIENCE_S

@@ -31,7 +31,6 @@ BATCH = 2
 
 
 def _in_child(do: Callable[[], None]) -> int:
-    """Run in a fork, which must not come back; the wait status."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -100,7 +100,6 @@ def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def regenerated(cluster: Cluster) -> list[Regenerated]:
-    """Some trajectories of a run once more."""
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     params: dict[str, SamplingParams] = {
         "train": sampling_params(cluster.config.sampling, stop_ids),

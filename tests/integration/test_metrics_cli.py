@@ -90,8 +90,6 @@ def test_port_in_use_is_said_with_a_hint(server: PageServer, exporter: Exporter)
 
 
 class _Clock(SystemClock):
-    """Counts its turns and takes no time."""
-
     def __init__(self) -> None:
         self.slept: list[float] = []
 

@@ -67,8 +67,6 @@ class LargeRecordCluster(Cluster):
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A finished run on a model that was warmed up, its trainer killed between checkpoints and its
-    worker between progress records; all its versions but the first are deltas."""
     make, dtype, routes = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     warm = folder / "warm"

@@ -34,8 +34,6 @@ def _lengths(seed: int, turn: int) -> int:
 
 
 class Moved:
-    """A finished run, and what its workers counted."""
-
     def __init__(self, folder: Path, **changes: object) -> None:
         config = make_config(
             run__steps=STEPS,

@@ -96,7 +96,6 @@ def test_every_damage_that_audit_names_is_found_from_the_page_alone(
     own_audit: Callable[[Path], tuple[Any, Counter[str]]],
     damaging: Callable[[Tamper], str],
 ) -> None:
-    """Also where the forger has made the chain fit."""
     with Tamper(copy) as log:
         subject = damaging(log)
         if damaging in BREAKS_THE_CHAIN:

@@ -32,7 +32,6 @@ ENDS = "rounds the last round: folds control to "
 
 
 def copy_log(bus: Bus, topics: Topics, path: Path) -> None:
-    """Write the topics of a run to a new file; offsets stay, so rounds name what they named."""
     names = topics.all()
     with closing(SqliteBus(path)) as new_bus:
         new_bus.create([TopicSpec(name=name, partitions=bus.partitions(name)) for name in names])

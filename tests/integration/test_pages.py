@@ -68,8 +68,6 @@ def _open(config: model.Config) -> None:
 
 @dataclass
 class Stage:
-    """A folder with the recorded run, and what the command line prints there."""
-
     folder: Path
     call: Call
     printed: dict[tuple[str, ...], tuple[int, str, str]]
@@ -103,7 +101,6 @@ class Stage:
         return "\n".join(filter(None, map(self.line, pages.typed(example.parsed))))
 
     def line(self, typed: pages.Typed) -> str:
-        """Return what is wrong with a typed line: the command, its exit code or its output."""
         for words in typed.commands():
             actual_problem = problem(words, self.folder)
             if actual_problem:

@@ -72,8 +72,6 @@ def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
 
 
 class Process:
-    """A task process whose answer comes with the next look."""
-
     def __init__(self) -> None:
         self.seen: list[TaskCall | Forget] = []
 

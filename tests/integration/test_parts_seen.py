@@ -49,7 +49,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def parted(cluster: Cluster) -> list[int]:
-    """Steps whose batch was taken in parts."""
     with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
         rows = catalogue.query("select distinct step from parts order by 1")
     assert rows

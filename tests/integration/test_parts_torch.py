@@ -36,8 +36,6 @@ def has_computed(cluster: Cluster, part: int) -> bool:
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A finished run whose trainer was killed after the first part of its first step, and after
-    the second part of another."""
     folder = tmp_path_factory.mktemp("torch")
     config = make_config(
         run__steps=STEPS,

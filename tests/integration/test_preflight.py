@@ -40,20 +40,17 @@ NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, which is the working folder."""
     monkeypatch.chdir(tmp_path)
     return furnish(tmp_path)
 
 
 @pytest.fixture
 def finished(tmp_path: Path, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """A copy of a run that is over, in a folder of runs of the working folder."""
     monkeypatch.chdir(tmp_path)
     return recorded.copy(tmp_path / "runs" / "recorded")
 
 
 def change_config(directory: Path, **changes: object) -> None:
-    """Keys of the model's config.json."""
     path = directory / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -294,7 +291,6 @@ def test_a_file_system_without_locks_is_run_on_as_before(
 
 
 def plant_versions(store: Path, count: int) -> None:
-    """Versions that no record names."""
     for number in range(count):
         path = store / "weights" / f"{number:064}.safetensors"
         path.write_bytes(bytes(16))

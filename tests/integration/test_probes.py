@@ -31,8 +31,6 @@ EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__group_size": SAMPLES}
 
 
 class Ranked(Puzzles):
-    """Its trajectories are also scored together: by what all of them have said."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.group = self._together

@@ -17,7 +17,6 @@ def shown(pid: int) -> str:
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """Exit code of a fork that does it: this process keeps its name."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -28,7 +28,6 @@ class MachineClock:
 
     @property
     def ns(self) -> int:
-        """True time: of the log, which has none."""
         return self.true.ns
 
     def now_ns(self) -> int:
@@ -53,8 +52,6 @@ SKEWS = {
 
 
 class Machines(Cluster):
-    """Every role on a machine of its own."""
-
     def start(self, name: str) -> None:
         true = self.clock
         ahead_ns, booted_ns, backwards = SKEWS[name]

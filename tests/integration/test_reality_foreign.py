@@ -92,7 +92,6 @@ def in_control(cluster: Cluster) -> list[bytes]:
 
 
 def in_trajectories(cluster: Cluster) -> list[Append]:
-    """Garbage with and without headers, another run's record, a forged one, a copy."""
     topic = cluster.topics.trajectories
     real = next(iter(records_of(cluster.bus, ends_of(cluster.bus, topic))))
     run = (("run", b"other"),)

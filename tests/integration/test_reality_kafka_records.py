@@ -30,8 +30,6 @@ OPEN_S = 3.0
 
 
 class BytesName(str):
-    """A header name whose bytes are no UTF-8, as other clients may send."""
-
     def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
         return b"\xff\xfe name"
 
@@ -52,7 +50,6 @@ def bus(kafka_broker: KafkaBroker, partition: TopicPartition) -> Iterator[KafkaB
 
 
 def read_to_end(bus: KafkaBus, partition: TopicPartition) -> list[Record]:
-    """Everything up to our own last record."""
     records: list[Record] = []
     reader = bus.reader({partition: 0})
     until_s = time.monotonic() + WAIT_S

@@ -32,8 +32,6 @@ WAIT_S = 30.0
 
 
 class Line:
-    """A broker, the proxy before it, a bus through the proxy and one that goes around it."""
-
     def __init__(self, broker: KafkaBroker, proxy: Proxy) -> None:
         self.proxy = proxy
         self.bus = KafkaBus([proxy.address], delivery_limit_s=LIMIT_S)
@@ -83,7 +81,6 @@ def texts(*given: str) -> list[Append]:
 
 
 def append_again(line: Line, text: str) -> None:
-    """Append until it is acknowledged, as `retry_bus` does."""
     writer = line.bus.writer()
     until_s = time.monotonic() + WAIT_S
     while True:

@@ -232,8 +232,6 @@ def test_a_call_that_does_not_follow_from_its_prompt_is_named(
 
 
 def test_a_seed_that_is_not_the_calls_is_no_other_trajectory_unseen(copy: RecordedRun) -> None:
-    """Generated again with it, the first token differs."""
-
     def changed(trajectory: Trajectory) -> Trajectory:
         calls = tuple(
             msgspec.structs.replace(call, seed=call.seed ^ 1) for call in trajectory.meta.calls

@@ -86,7 +86,6 @@ def broken(call: GroupCall) -> TaskEvent:
 
 
 def coarse(call: RewardCall) -> TaskEvent:
-    """Few values: many groups whose rewards are all equal."""
     reward = float(len(call.text) % 7 == 0)
     return Rewarded(request=call.request, reward=reward, raw=None, parts={})
 
@@ -129,7 +128,6 @@ class _Pool(PoolTasks):
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line; task and tokenizer are in process."""
     ask_here(monkeypatch, _Pool)
     scored.clear()
     return caller(monkeypatch, capsys)

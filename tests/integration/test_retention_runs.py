@@ -49,7 +49,6 @@ def rebuilder(cluster: Cluster, rebuilts: list[Rebuilt], flavour: str = "") -> S
 
 
 def missing(cluster: Cluster) -> list[int]:
-    """Versions that are not in the store."""
     history = read_history(cluster.bus, cluster.topics, VirtualClock())
     return [
         version

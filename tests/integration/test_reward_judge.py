@@ -146,7 +146,6 @@ def test_what_another_time_may_be_better_is_asked_again_and_not_kept(
 
 
 def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) -> None:
-    """Each piece comes within the limit, all of them never would."""
     hung_up: Future[bool] = Future()
 
     class Drip(BaseHTTPRequestHandler):

@@ -49,7 +49,6 @@ ca_file = "{certificates.path("ca.pem")}"
 
 
 def enters(path: Path, user: str) -> list[str]:
-    """Words of the command line."""
     file = path.parent / "secrets" / user
     return ["-o", f"bus.username={user}", "-o", f'bus.password_file="{file}"']
 
@@ -130,7 +129,6 @@ def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, pa
 
 
 def no_secret_is_anywhere(location: Path, auditor: Path, secure_kafka: KafkaBroker) -> None:
-    """Neither in what was printed, nor in the run's directory, nor in the log on the broker."""
     secrets = [password_of(user).encode() for user in USERS]
     segments = secure_kafka.data.glob("tiny.*/*.log")
     files = [path for root in (location, auditor) for path in root.rglob("*") if path.is_file()]

@@ -27,8 +27,6 @@ STEPS = 4
 
 @dataclass
 class Beside(Cluster):
-    """A cluster on a log that others use too."""
-
     log: MemoryLog | Path = field(default_factory=MemoryLog)
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
@@ -42,7 +40,6 @@ Pair = tuple[Beside, Beside]
 
 @pytest.fixture(params=["memory", "sqlite"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    """Runs `a` and `a-control` with other seeds, each with workers of the same names."""
     log = MemoryLog() if request.param == "memory" else tmp_path / "log.sqlite"
     clusters = [
         Beside(
@@ -59,7 +56,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 
 
 def play(pair: Pair, until_step: int | None = None) -> None:
-    """Turns of both until both are over, or have got as far."""
     for _ in range(TICKS_MAX):
         living = [side for side in pair if side.roles]
         if not living or (
@@ -99,7 +95,6 @@ def runs_of_trajectories(cluster: Beside) -> set[str]:
 
 
 def copy(source: Beside, target: Beside, kind: str) -> int:
-    """Everything of one topic, into the other run's topic of this kind, as it is."""
     actual_records = records(source, getattr(source.topics, kind))
     topic = getattr(target.topics, kind)
     partitions = target.bus.partitions(topic)
@@ -153,8 +148,6 @@ def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pai
 
 
 def test_facts_of_another_run_stop_nothing_and_audit_names_them(pair: Pair) -> None:
-    """Facts do not say of which run they are: a stranger's `joined` fences its namesake, as any
-    second worker of that name does."""
     a, other = pair
     play(pair, until_step=1)
     assert copy(other, a, "control") > 5

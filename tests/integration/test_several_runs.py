@@ -70,7 +70,6 @@ def directory(tmp_path: Path) -> Path:
 
 
 def specs(path: Path) -> list[GroupSpec]:
-    """Everything that was dispatched, in order."""
     with opened(str(path / "runs" / "tiny")) as run:
         rounds = [logged_round.round for logged_round in read_rounds(run.bus, run.topics)]
     decisions = [decision for round_ in rounds for decision in round_.decisions]

@@ -26,7 +26,6 @@ ID = re.compile(r"[0-9a-f]{64}|[ge]\d{10}(?:-\d{3})?")
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`dora-pipe` in a terminal of 80 columns and 24 rows."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     return caller(monkeypatch, capsys)

@@ -26,7 +26,6 @@ def quiet() -> None:
 
 
 def check_seeds(seeds: Iterable[int]) -> None:
-    """Each holds, and has enough in it."""
     for seed in seeds:
         played = run_seed(seed)
         assert played.holds, played.line

@@ -79,8 +79,6 @@ def test_equal_seeds_give_equal_logs_in_every_process() -> None:
 
 
 class Away(NoFaults):
-    """The first incarnation of one role does not reach the bus for its first appends."""
-
     def __init__(self, name: str, appends: int) -> None:
         self.name, self.appends = name, appends
 

@@ -24,7 +24,6 @@ TIMING = Timing(max_restarts=2, stop_timeout_s=5.0)
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Wait, boundedly, for something another process does."""
     give_up_s = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < give_up_s, "it never happened"
@@ -72,12 +71,6 @@ sys.exit(code)
 def ends_with(
     folder: Path, codes: dict[str, list[int]], waits: dict[str, tuple[int, str]] | None = None
 ) -> Start:
-    """Each start of a role ends with its next code, the last one again and again; without codes
-    it waits for SIGTERM and notes that.
-
-    A role of `waits` ends with that code only when the file exists; a trainer that is to end well
-    waits for the file `over`.
-    """
     waits = {"trainer": (0, "over"), **(waits or {})}
     files = {name: {"code": code, "file": file} for name, (code, file) in waits.items()}
     words = [sys.executable, "-ISc", ROLE, str(folder), json.dumps(codes), json.dumps(files)]

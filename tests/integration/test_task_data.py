@@ -26,7 +26,6 @@ REWARD = "def score(row, text): return float(text == row['answer'])\n"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More than task processes hold."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "rewards.py").write_text(REWARD)
     with (folder / "rows.jsonl").open("w") as file:

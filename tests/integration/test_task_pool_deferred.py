@@ -165,7 +165,6 @@ def test_sixty_four_rewards_of_two_seconds_take_one_process_two_seconds(folder: 
 
 
 def ask_beside(pool: TaskPool, request: str, text: str) -> TaskEvent | None:
-    """The event of one call, others that come are dropped."""
     pool.submit(score(request, text))
     result = None
     while result is None:
@@ -324,7 +323,6 @@ def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_call_gets_one_event_and_a_forgotten_one_none(folder: Path, seed: int) -> None:
-    """A mixture of everything above on two processes, with calls forgotten at any moment."""
     chance = random.Random(seed)
     texts = ["sleep 0.02"] * 8 + ["pid", "mixed pid", "raise", "exit", "later die", "die"]
     texts += ["sleep 60", "flaky {} 1", "mixed flaky {} 1"]

@@ -146,7 +146,6 @@ time.sleep(60)
 
 
 def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:
-    """Three processes, killed from outside and inside, hanging, raising, in a fixed mixture."""
     chance = random.Random(4)
     texts = ["one"] * 30 + ["raise", "nan", "slow", "die", "print"]
     calls = {f"r{number}": chance.choice(texts) for number in range(400)} | {"hangs": "forever"}

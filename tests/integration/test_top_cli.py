@@ -40,12 +40,10 @@ class Shown:
 
     @property
     def rows(self) -> list[str]:
-        """Lines without escapes and without blanks at their ends."""
         return [line.rstrip() for line in ESCAPE.sub("", self.text).replace("\r", "").split("\n")]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what speaks of another terminal."""
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     return {**kept, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **more}
 
@@ -58,7 +56,6 @@ def in_terminal(
     interrupt_at: str = "",
     env: Mapping[str, str] | None = None,
 ) -> Shown:
-    """`dora-pipe` with these words; Ctrl-C is pressed when `interrupt_at` was shown."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     child = subprocess.Popen(

@@ -30,7 +30,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`dora-pipe`, in this process."""
     monkeypatch.setenv("COLUMNS", "200")
     return caller(monkeypatch, capsys)
 

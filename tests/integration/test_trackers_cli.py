@@ -17,7 +17,6 @@ from tests.support.trackers import FakeWandb, event_rows
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Call:
-    """`dora-pipe`, in this process and a folder of its own."""
     monkeypatch.chdir(tmp_path)
     return caller(monkeypatch, capsys)
 

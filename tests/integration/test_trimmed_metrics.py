@@ -67,7 +67,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line; the trainer is simulated."""
     monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
@@ -76,8 +75,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def trim(
     request: pytest.FixtureRequest, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], MemoryBus]:
-    """Takes the statuses out of what every command opens."""
-
     def shorten() -> MemoryBus:
         with closing(recorded.open()) as bus:
             log = log_in_memory(bus)
@@ -161,7 +158,6 @@ def test_those_who_follow_statuses_begin_at_what_is_left(
 def test_a_reader_in_the_middle_has_every_workers_whole_progress_soon(
     recorded: RecordedRun,
 ) -> None:
-    """From any beginning on, each incarnation's status is whole again after 20 of its own."""
     topics = recorded.topics
     with closing(recorded.open()) as bus:
         statuses = [

@@ -49,7 +49,6 @@ def source(recorded: RecordedRun) -> Iterator[RunSource]:
 
 @pytest.fixture(scope="module")
 def view(source: RunSource) -> Iterator[RunView]:
-    """Everything that its log says."""
     with view_of_log(source) as result:
         yield result
 

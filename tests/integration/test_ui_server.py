@@ -26,7 +26,6 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @pytest.fixture(scope="module")
 def server(recorded: RecordedRun) -> Iterator[PageServer]:
-    """Pages of the recorded run at a free port."""
     worker = QueryWorker(lambda: source_of(recorded))
     read_all(worker)
     with closing(worker), page_server(worker, port=0) as served:

@@ -21,7 +21,6 @@ from tests.support.worker import TICK_NS
 
 @pytest.fixture(scope="module", params=range(3))
 def recorded(request: pytest.FixtureRequest) -> list[tuple[Trajectory, list[int], list[int]]]:
-    """Trajectories with the lengths of the prompts and answers that their agents were told."""
     stage = Stage(lambda call: wandering(Random(f"{request.param} {call.request}"), 10), think=3)
     worker = stage.worker(max_tokens=1000)
     for ordinal in range(4):

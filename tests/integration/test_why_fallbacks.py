@@ -25,9 +25,6 @@ Case = Literal["lost", "damaged"]
 
 
 class BadWay(LocalFiles):
-    """The run's store as one machine has it: deltas of versions that are whole there, too, do not
-    arrive, or not as they are."""
-
     def __init__(self, root: Path, case: Case) -> None:
         super().__init__(root)
         self.case = case
@@ -48,8 +45,6 @@ class BadWay(LocalFiles):
 
 
 class TwoMachines(Cluster):
-    """w0 has versions from a store elsewhere, over a bad way; all others are where that lies."""
-
     case: Case = "lost"
 
     def store_of(self, worker: str) -> PolicyStore:

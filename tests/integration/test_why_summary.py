@@ -41,7 +41,6 @@ SECOND_TICKS = SECOND_NS // TICK_NS
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A run in which w1 was frozen beyond its lease while the trainer waited for it."""
     directory = tmp_path_factory.mktemp("summary")
     config = make_config(timing__lease_s=2.0)
     with pytest.MonkeyPatch.context() as delta:
@@ -189,7 +188,6 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
 
 
 def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -> None:
-    """A role that waits says so seldom: the status that ends the wait tells until when."""
     bus, topics = MemoryBus(MemoryLog()), Topics("r")
     bus.create([TopicSpec(name=name) for name in topics.all()])
     wait = Wait(name="reward", description="rewards (1)", since_ns=0, blocking=True)

@@ -27,8 +27,6 @@ ACTIONS = st.one_of(
 
 
 class Course:
-    """A worker, and what was asked of it."""
-
     def __init__(self, *, episodes: bool) -> None:
         self.world = World(lengths=lambda seed, turn: 3 + seed % 30)
         self.tasks = episode_tasks(last=2) if episodes else InlineTasks()

@@ -35,8 +35,6 @@ ANY = -1
 
 
 class Stage:
-    """A world whose workers play games on recording engines."""
-
     def __init__(
         self, seed: int = 10, *, turns: int = 5, most: int = 12, slips: bool = False
     ) -> None:
@@ -106,7 +104,6 @@ class Stage:
         self.resume = remaining.progress.get(NAME, self.resume)
 
     def lose(self, worker: Worker) -> None:
-        """Its task process dies."""
         assert isinstance(worker.tasks, Games)
         if self.key in worker.tasks.told:
             worker.tasks.lose(self.key)
@@ -117,14 +114,12 @@ class Stage:
 
 
 def alone(stage: Stage) -> Trajectory:
-    """The record of a run that nothing disturbs."""
     calm = Stage(stage.seed, turns=stage.turns)
     calm.world.lengths = stage.world.lengths
     return calm.finish(calm.worker())
 
 
 def check(stage: Stage, trajectory: Trajectory) -> None:
-    """The record is that of an undisturbed run, and every token of it an engine's."""
     calm = alone(stage)
     assert list(trajectory.token_ids) == list(calm.token_ids)
     assert list(trajectory.loss_mask) == list(calm.loss_mask)

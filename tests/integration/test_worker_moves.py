@@ -169,8 +169,6 @@ def test_move_for_another_incarnation_or_attempt_is_not_obeyed() -> None:
 
 
 class SlowHandover(MemoryHandover):
-    """Takes a cache when it is let to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()

@@ -202,7 +202,6 @@ def test_worker_with_a_name_that_is_none_ends_before_it_joins(run: Run) -> None:
 
 
 def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_more(run: Run) -> None:
-    """By an orchestrator whose rule this worker does not know."""
     run.begin()
 
     fence = Fence(reason="not a worker's name: 'w0'", worker="w0", incarnation=0)

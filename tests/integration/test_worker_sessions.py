@@ -56,13 +56,10 @@ KEY = f"{NAME}/1"
 
 
 def length_of(most: int = 6) -> Lengths:
-    """Lengths of answers: functions of the call's seed."""
     return lambda seed, turn: 1 + (seed >> 7) % most
 
 
 class Stage:
-    """A world whose workers run agents on recording engines."""
-
     def __init__(self, play: Play, *, think: int = 0, lengths: Lengths | None = None) -> None:
         self.play = play
         self.think = think
@@ -93,7 +90,6 @@ class Stage:
         return self.world.trajectories()[name]
 
     def sampled(self) -> list[tuple[list[int], int, list[int]]]:
-        """(prompt, seed, tokens) of every request that an engine has had."""
         return [
             (list(asked.token_ids), asked.seed, engine.sampled[key])
             for engine in self.engines
@@ -107,7 +103,6 @@ def agents(worker: Worker) -> AgentsPort:
 
 
 def told(worker: Worker, key: str = KEY) -> list[tuple[list[int], list[int]]]:
-    """Prompt and tokens of every answer that an agent has heard."""
     return agents(worker).answered.get(key, [])
 
 
@@ -117,7 +112,6 @@ def until_told(stage: Stage, worker: Worker, answers: int) -> None:
 
 
 def check_again(stage: Stage, trajectory: Trajectory) -> None:
-    """Generated again from the record alone, every call is the same."""
     asked = next(entry for engine in stage.engines for entry in engine.asked.values())
     params = replace(asked.params, max_tokens=1000)
     tokens = stage.engines[0].context_tokens
@@ -224,7 +218,6 @@ def test_answer_leaves_when_its_record_is_in_the_log() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_token_is_the_engine_s_and_every_context_what_the_agent_was_told(seed: int) -> None:
-    """Several agents that wander at once; whatever they call."""
     stage = Stage(lambda call: wandering(Random(f"{seed} {call.request}"), 10), think=3)
     worker = stage.worker(max_tokens=1000)
     for ordinal in range(6):
@@ -340,7 +333,6 @@ def alone(play: Play) -> Trajectory:
 
 
 def check_same(trajectory: Trajectory, other: Trajectory) -> None:
-    """Equal but for where and when it was made."""
     assert list(trajectory.token_ids) == list(other.token_ids)
     assert list(trajectory.logprobs) == list(other.logprobs)
     assert list(trajectory.loss_mask) == list(other.loss_mask)

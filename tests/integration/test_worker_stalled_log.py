@@ -18,8 +18,6 @@ ENDLESS = 1 << 20
 
 
 class StallingBus(MemoryBus):
-    """Memory log whose first append of progress waits for `go`."""
-
     def __init__(self) -> None:
         super().__init__(MemoryLog())
         self.stalled, self.go = threading.Event(), threading.Event()

@@ -36,7 +36,6 @@ class Rectangle:
     inputs: Inputs
 
     def padded(self, values: Tensor, *, padding: float = -0.7) -> Tensor:
-        """[rows, width] with something in the padding."""
         parts = torch.split(values, list(self.inputs.lengths))
         full = torch.full((len(parts), self.width), padding, dtype=values.dtype)
         rows = [torch.cat([part, pad[len(part) :]]) for part, pad in zip(parts, full, strict=True)]
@@ -48,13 +47,11 @@ class Rectangle:
 
     @property
     def mask(self) -> Tensor:
-        """1 where a token is."""
         size = sum(self.inputs.lengths)
         return self.padded(torch.ones(size, dtype=torch.float64), padding=0.0)
 
     @property
     def scores(self) -> Tensor:
-        """The advantage of each row, [rows]."""
         return self.padded(self.inputs.advantages)[:, 0]
 
 
@@ -65,7 +62,6 @@ Theirs = Callable[[Rectangle, Tensor], Tensor]
 def difference(
     package: str, kind: str, theirs: Theirs, *, spreads: Sequence[float] = SPREADS, **keys: Any
 ) -> float:
-    """Greatest difference of our loss and gradient to theirs, over every shape and spread."""
     worst = 0.0
     settings = chosen(kind, **keys)
     assert settings.loss is not None

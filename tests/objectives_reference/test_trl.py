@@ -36,7 +36,6 @@ def loss_of(
     level: str = "token",
     weights: Tensor | None = None,
 ) -> Tensor:
-    """trl's loss of type `kind`."""
     plain = SimpleNamespace(gather=lambda value: value, reduce=lambda value, reduction: value)
     plain.num_processes = 1
     options = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
@@ -121,8 +120,6 @@ def test_gspo() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("bound", [0.9, 2.0])
 def test_truncated_importance_sampling(level: str, bound: float) -> None:
-    """trl makes the weights while it generates (`token_truncate`, `sequence_truncate`)."""
-
     def theirs(box: Rectangle, logprobs: Tensor) -> Tensor:
         assert box.inputs.proximal is not None
         apart = box.padded(box.inputs.proximal - box.inputs.behaviour, padding=0.0)
@@ -134,8 +131,6 @@ def test_truncated_importance_sampling(level: str, bound: float) -> None:
 
 
 def test_masked_importance_sampling_is_decoupled_ppo_with_a_mask() -> None:
-    """trl's `sequence_mask`: the product of the ratios as the weight, 0 where it is beyond."""
-
     def theirs(box: Rectangle, logprobs: Tensor) -> Tensor:
         assert box.inputs.proximal is not None
         apart = box.padded(box.inputs.proximal - box.inputs.behaviour, padding=0.0)

@@ -64,7 +64,6 @@ def loss_of(
     loss: str,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """verl's policy loss `name`."""
     tensor, _ = core.get_policy_loss_fn(name)(
         old_log_prob=box.padded(box.inputs.around),
         log_prob=box.padded(logprobs),
@@ -79,7 +78,6 @@ def loss_of(
 
 
 def weights_of(box: Rectangle, trained: Tensor, level: str, threshold: float | str) -> Tensor:
-    """verl's rollout correction: trained / behaviour, truncated or cut."""
     log_ratio = box.padded((trained - box.inputs.behaviour).detach(), padding=0.0)
     tensor, _ = rollout.compute_rollout_correction_weights(log_ratio, box.mask, level, threshold)
     assert isinstance(tensor, Tensor)
@@ -160,8 +158,6 @@ def test_reinforce_with_a_truncated_ratio_is_cispo_without_a_lower_bound() -> No
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("good", "bad"), [(1.0, 1.0), (0.6, 1.7)])
 def test_topr_from_parts_of_verl(level: str, good: float, bad: float) -> None:
-    """verl has no TOPR; its REINFORCE is the one half, with truncated weights the other."""
-
     def theirs(box: Rectangle, logprobs: Tensor) -> Tensor:
         tapered = bad * weights_of(box, logprobs, level, 1.0)
         positive = (box.scores >= 0)[:, None]

@@ -33,7 +33,6 @@ def overrides(*keys: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's model, warmed up until it calls tools and hands over."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not here: make test-agents")
     directory = tmp_path_factory.mktemp("agents")

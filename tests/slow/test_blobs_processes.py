@@ -36,7 +36,6 @@ def score(row, text):
 
 
 def furnished(path: Path, url: str) -> Path:
-    """A user's folder whose reward says so much that every second record is too large."""
     config = furnish(path) / "config.toml"
     bus = f'[bus]\nmax_record_bytes = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
     named = config.read_text().replace('name = "tiny"', f'name = "{RUN}"')
@@ -46,7 +45,6 @@ def furnished(path: Path, url: str) -> Path:
 
 
 def claimed(path: Path, run: str) -> dict[str, str]:
-    """Digests by trajectory, of records that claim their value."""
     with opened(str(path / "runs" / run)) as open_run:
         assert isinstance(open_run.bus, BlobBus)
         ends = ends_of(open_run.bus.inner, open_run.topics.trajectories)

@@ -28,7 +28,6 @@ HEALTH = "/opt/kafka/bin/kafka-broker-api-versions.sh --bootstrap-server localho
 def brokers_of(
     profile: str, services: dict[str, Service], folder: Path
 ) -> Iterator[KafkaBroker | KafkaCluster]:
-    """The brokers of a profile, with the settings that their containers have."""
     ours = [
         service
         for service in services.values()
@@ -75,7 +74,6 @@ def test_the_demo_of_the_compose_file_trains_and_is_proved(
 
 
 def replication(bootstrap: str, topic: str) -> set[int]:
-    """Replicas of every partition, as the cluster has it."""
     from kafka import KafkaAdminClient
 
     admin = KafkaAdminClient(bootstrap_servers=bootstrap.split(","))

@@ -23,7 +23,6 @@ RUN = "read-by-kcat"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -> Path:
-    """A user's folder with a finished run on the broker."""
     if shutil.which("kcat") is None:
         pytest.skip("the commands of docs/clusters.md need kcat, not found on this machine")
     directory = furnish(tmp_path_factory.mktemp("kcat"))

@@ -34,7 +34,6 @@ ADDRESS = "kafka-1.example:9094"
 
 @pytest.fixture
 def desk(tmp_path: Path, certificates: Certificates) -> Path:
-    """A folder with the files that the page names, as the page shows them."""
     properties = pages.block("properties", "truststore")
     (tmp_path / "admin.properties").write_text(properties.replace("...", password_of("admin")))
     shown = "\n".join(pages.console("auditor.conf")[0].shown)
@@ -44,7 +43,6 @@ def desk(tmp_path: Path, certificates: Certificates) -> Path:
 
 
 def rights_of(secure_kafka: KafkaBroker, user: str) -> set[tuple[str, str, str]]:
-    """(operation, name, pattern) of what a user may do with topics."""
     admin = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     try:
         everything = ResourcePatternFilter(ResourceType.TOPIC, None, Pattern.ANY)

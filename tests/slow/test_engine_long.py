@@ -55,7 +55,6 @@ def test_memory_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> Non
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096

@@ -44,7 +44,6 @@ SERVED = ("mcp", "openenv")
 
 @pytest.fixture
 def started() -> Iterator[Callable[[str, Path], None]]:
-    """Start a server on a port that is free, and say its address in a configuration."""
     running: list[subprocess.Popen[str]] = []
 
     def start(command: str, config: Path) -> None:

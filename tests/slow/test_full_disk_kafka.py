@@ -48,7 +48,6 @@ def directory(tmp_path: Path) -> Path:
 def running(
     directory: Path, broker: KafkaBroker, disk: SmallDisk
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that has committed some steps when its broker ends for want of room."""
     url = f"bus.url=kafka://{broker.bootstrap}"
     running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}", "-o", url)
     try:
@@ -73,7 +72,6 @@ def running(
 
 
 def said(path: Path) -> str:
-    """All that commands have said so far."""
     return (path / "said").read_text() if (path / "said").exists() else ""
 
 

@@ -41,7 +41,6 @@ def _said(path: Path) -> str:
 
 @pytest.fixture
 def running(directory: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that has committed some steps when the room is taken away."""
     running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}")
     until(lambda: running.poll() is not None or "step" in _said(directory))
     assert running.poll() is None, _said(directory)

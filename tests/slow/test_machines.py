@@ -23,8 +23,6 @@ LEASE_S = 3.0
 
 
 class Site:
-    """Machines that know one configuration file, at the same place on each, and nothing else."""
-
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
         self.run = folder.name  # the broker has the runs of the other tests too
@@ -39,7 +37,6 @@ class Site:
         self._all: list[subprocess.Popen[bytes]] = []
 
     def machine(self, name: str) -> Path:
-        """An empty folder, from which the machine's commands are started."""
         path = self.folder / name
         path.mkdir(exist_ok=True)
         return path
@@ -50,19 +47,15 @@ class Site:
         return self._all[-1]
 
     def said(self, machine: str) -> str:
-        """All that a machine's commands printed so far."""
         return (self.machine(machine) / "said").read_text()
 
     def facts(self) -> list[object]:
-        """The control records so far."""
         return facts_of(f"{self.url}/{self.run}")
 
     def steps(self) -> list[int]:
-        """The committed steps, in log order."""
         return [fact.step for fact in self.facts() if isinstance(fact, StepCommitted)]
 
     def close(self) -> None:
-        """End what is left."""
         for process in self._all:
             process.kill()
             process.wait()
@@ -76,7 +69,6 @@ def site(tmp_path: Path, kafka_broker: KafkaBroker) -> Iterator[Site]:
 
 
 def lose(process: subprocess.Popen[bytes]) -> None:
-    """The machine is gone, with everything on it."""
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -113,7 +105,6 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
 
 
 def prove(site: Site) -> None:
-    """A machine that had no part in it has the configuration, the log and the store: enough."""
     other = site.machine("g")
     shown = answer(other, "config", str(site.config))
     assert shown.returncode == 0, shown.stderr

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A user's folder."""
     return furnish(tmp_path)
 
 

@@ -19,7 +19,6 @@ LIMIT_S = 600
 
 
 def study(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`bench offpolicy` with two steps a cell."""
     own = ("--quick", "--steps", "2", "--out", "study", "--etas", "0,2")
     return bench(path, "offpolicy", *own, *words, wait_s=LIMIT_S)
 

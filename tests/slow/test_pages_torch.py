@@ -21,7 +21,6 @@ TRAJECTORY = "g0000000000-000"
 
 
 def commands() -> Iterator[tuple[str, ...]]:
-    """Yield the commands of the pages with the name and steps of the recorded run."""
     for typed in pages.every_typed():
         for program, *words in typed.commands():
             if Path(program).name != "dora-pipe" or not COMPUTE & {*words[:2]}:

@@ -47,10 +47,6 @@ def test_every_paradigm_ends_clean_and_is_replayed(tmp_path: Path, paradigm: str
 
 
 def living(path: Path) -> dict[str, int]:
-    """Workers that have joined and not said that they leave, by name: the newest process of each.
-
-    One that was killed is among them until its supervisor has started it again.
-    """
     results: dict[str, int] = {}
     for fact in facts(path, "tiny"):
         if isinstance(fact, WorkerJoined):

@@ -70,8 +70,6 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 class _Following:
-    """The exporter's loop, in a thread with a bus of its own."""
-
     def __init__(self, exporter: Exporter, cluster: Cluster, folder: Path) -> None:
         self._stopped = threading.Event()
         log = folder / "run" / "log.sqlite"

@@ -43,7 +43,6 @@ def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
 def force_another_log(
     cluster: KafkaCluster, parts: list[TopicPartition], meanwhile: Callable[[], None]
 ) -> None:
-    """Make a broker lead that was away `meanwhile`: all other copies of that time are lost."""
     behind, wiped, lost = cluster.nodes
     behind.kill()
     for topic, partition in parts:
@@ -62,7 +61,6 @@ def force_another_log(
 
 
 def until_led(cluster: KafkaCluster, topic: str, partition: int, *, force: bool = False) -> None:
-    """Return when a living broker leads the partition, if need be one that lacks records."""
     until_s = time.monotonic() + LIMIT_S
     while True:
         if force:

@@ -37,7 +37,6 @@ def test_live_traces_are_those_that_are_rebuilt(tmp_path: Path) -> None:
 
 
 def test_run_goes_on_without_an_endpoint_and_without_its_follower(tmp_path: Path) -> None:
-    """The follower is killed more often than it is started again; the run does not care."""
     directory = furnish(tmp_path)
     expected = ("telemetry.traces=http://127.0.0.1:9", "timing.max_restarts=0")
     words = [word for override in expected for word in ("-o", override)]

@@ -58,8 +58,6 @@ SLOW_LAYERS = 12
 
 
 class Site:
-    """Machines with a folder each; they share the configuration, the log and the store."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shared = folder / "shared"
@@ -85,11 +83,9 @@ class Site:
         return open_bus(f"sqlite:{self.folder}/log.sqlite")
 
     def facts(self) -> list[object]:
-        """The control records so far."""
         return [decode_control(value) for value in self._values(TOPICS.control)]
 
     def samples(self) -> bool:
-        """Whether the worker that will be drained is in the middle of requests."""
         statuses = [decode_metrics(value) for value in self._values(TOPICS.metrics)]
         texts = [
             status
@@ -148,7 +144,6 @@ def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
 
 
 def prove(site: Site, moved: list[str]) -> None:
-    """The log and the store are enough, and moved requests are what one go would have made."""
     other = site.folder / "orchestrator" / "runs" / RUN
     assert call(other, "audit", ".") == 0, (other / "said").read_text()
     names = [*moved]

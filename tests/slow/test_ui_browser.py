@@ -59,7 +59,6 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
 
 @contextmanager
 def served(worker: QueryWorker) -> Iterator[str]:
-    """The address of a server of its pages."""
     with page_server(worker, port=0) as server:
         yield f"{server.origin}/"
 

@@ -30,7 +30,6 @@ pytestmark = [
 def branched(
     recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RecordedRun, str]:
-    """A run with one trajectory of an agent; its name."""
     copied = recorded.copy(tmp_path_factory.mktemp("branched") / "recorded")
     with Tamper(copied) as log:
         return copied, branch(log)

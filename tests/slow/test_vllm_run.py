@@ -37,13 +37,11 @@ ROUTED_MAX = {"float32": 1e-5, "bfloat16": MODEL_DISTANCE["bfloat16"]}
 
 
 def call(path: Path, *words: str) -> int:
-    """Exit code of a command in the user's folder."""
     return start(path, *words).wait(WAIT_S)
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A user's folder with a model that vLLM takes."""
     return furnished(tmp_path)
 
 
@@ -111,7 +109,6 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
 def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outlive_one(
     directory: Path,
 ) -> None:
-    """A worker is drained; then the server that took what it had is killed."""
     words = (
         "config.toml",
         *WORDS,
@@ -276,7 +273,6 @@ def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(direc
 
 
 def numerics(path: Path) -> float:
-    """The largest distance of the trainer's log-probs from vLLM's under equal weights."""
     (path / "said").unlink()
     assert call(path, "mismatch", "tiny", "--json") == 0
     lines = (path / "said").read_text().splitlines()

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.pure]
 
 
 def build(folder: Path) -> Path:
-    """The wheel made from the sdist made from the tree; the tree itself stays as it is."""
     source = folder / "source"
     for path in files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +35,6 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """The `bin` folder of a fresh environment with the slim lock and this wheel, no extras."""
     uv, environment = str(BIN / "uv"), folder / "environment"
     run([uv, "venv", "-q", "-p", sys.executable, str(environment)], folder)
     python = ["-p", str(environment / "bin" / "python")]
@@ -47,10 +45,6 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def run(command: list[str], folder: Path, *, code: int = 0) -> str:
-    """Output of the command, run in that folder without the tests' own environment.
-
-    Asserts its exit code.
-    """
     ours = ("PYTHON", "VIRTUAL_ENV", "COVERAGE")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     done = subprocess.run(
@@ -69,13 +63,11 @@ def run(command: list[str], folder: Path, *, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once for this file."""
     return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def slim(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment without torch."""
     return install(wheel, tmp_path_factory.mktemp("slim"))
 
 

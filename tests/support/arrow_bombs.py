@@ -35,8 +35,6 @@ Value = tuple[str, int]
 
 
 class Flat:
-    """Flatbuffer builder. Example: ``Flat().root()``."""
-
     def __init__(self) -> None:
         self.data = bytearray(4)
 
@@ -174,7 +172,6 @@ def largest() -> bytes:
 
 
 def routes(tokens: int, layers: int) -> pa.Array:
-    """Same expert (of 255) in every layer."""
     sizes = {"experts": 255, "layers": layers, "per_token": 1}
     column = {**sizes, "data": bytes(tokens * layers)}
     return pa.array([column], TRAJECTORY.routed.schema.field("routed_experts").type)
@@ -307,7 +304,6 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
 
 
 def _wide_window() -> bytes:
-    """Frame without a size, with a window of 2 GiB: descriptor 0, exponent 21."""
     return b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00"
 
 

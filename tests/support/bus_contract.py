@@ -217,7 +217,6 @@ def trimmed_on(harness: Harness, bus: Bus) -> TopicPartition:
 
 
 def trim_all(bus: Bus, partition: TopicPartition, before: int) -> int:
-    """Trim completely; return the number of calls."""
     calls = 1
     while bus.trim(partition, before):
         calls += 1

@@ -48,7 +48,6 @@ class ToldRun(ABC):
     """Run told record by record, one second each; subclasses fold the records."""
 
     def __init__(self, **config: Any) -> None:
-        """Takes arguments of `make_config`."""
         self.now_ns = START_NS
         self.offset = 0
         self.rounds = 0
@@ -123,7 +122,6 @@ class ToldRun(ABC):
         offset: int = 0,
         text: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """w0 reports logged trajectories; `said` overrides fields."""
         self.now_ns += SECOND_NS
         entries = tuple(
             LoggedEntry(

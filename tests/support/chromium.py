@@ -34,8 +34,6 @@ def found() -> str | None:
 
 
 class Page:
-    """Tab that collects console errors and external requests."""
-
     def __init__(self, browser: _Browser, session: str) -> None:
         self._browser, self._session = browser, session
         self.problems: list[str] = []
@@ -58,7 +56,6 @@ class Page:
         self.until("document.documentElement?.dataset.ready === 'yes'")
 
     def leave(self) -> None:
-        """Leave the page before its server stops."""
         self._call("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
 

@@ -31,7 +31,6 @@ CODES = {0: "Success.", 1: "A check failed, or an unexpected error.", 130: "Inte
 
 
 def page() -> str:
-    """Return docs/reference/cli.md."""
     lines, commands = [HEAD], get_command(app).commands  # type: ignore[attr-defined]
     for panel, names in COMMANDS.items():
         lines.append(f"\n## {panel}")

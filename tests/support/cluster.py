@@ -146,31 +146,21 @@ def reward_by_text(call: RewardCall) -> TaskEvent:
 
 
 class Parts(Protocol):
-    """Policy, engine, tokenizer and learner of a run."""
-
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """Return version 0 and the digest of the assets, both in the store."""
         ...
 
-    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
-        """Return a worker's engine."""
-        ...
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine: ...
 
-    def texts(self, assets: Path) -> TextCodec:
-        """Return a worker's tokenizer."""
-        ...
+    def texts(self, assets: Path) -> TextCodec: ...
 
-    def stop_ids(self, assets: Path) -> tuple[int, ...]:
-        """Return the tokens that end a turn."""
-        ...
+    def stop_ids(self, assets: Path) -> tuple[int, ...]: ...
 
     def trainer(self, assets: Path, reference: Path, config: Config) -> Learner: ...
 
 
 @dataclass(frozen=True)
 class SimulatedParts:
-    """Parts without torch, based on hashes."""
-
     lengths: Lengths = long_tailed_length
     versions: int = 1
     """Versions served at a time."""
@@ -251,8 +241,6 @@ class SlowPort(InlinePort):
 
 @dataclass
 class Cluster:
-    """Cluster of roles; starts `workers`, orchestrator and trainer."""
-
     directory: Path
     config: Config = field(default_factory=make_config)
     on_disk: bool = True
@@ -300,7 +288,6 @@ class Cluster:
     def replayed(
         self, first: int, last: int, settings: Mapping[str, str | float] = MappingProxyType({})
     ) -> list[StepResult]:
-        """Retrain these steps with changed settings."""
         return [*replay_steps(self.source, range(first, last), Change(settings=dict(settings)))]
 
     @property
@@ -356,7 +343,6 @@ class Cluster:
         self.start(name)
 
     def stop(self, name: str) -> None:
-        """SIGTERM: the role ends during later ticks."""
         self.roles[name].runtime._events.append(StopAsked())
 
     def tick(self) -> None:

@@ -39,8 +39,6 @@ PATH: Final = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Service with defaults."""
-
     name: str
     image: str
     profiles: tuple[str, ...]

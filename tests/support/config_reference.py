@@ -72,7 +72,6 @@ _TYPES: Mapping[str, str] = {
 
 
 def page() -> str:
-    """Return docs/reference/configuration.md."""
     lines = [HEAD]
     for name, section, doc in section_types(Config, ""):
         lines += [f"\n## [{name}]\n", doc, "", "```toml", example(name), "```"]

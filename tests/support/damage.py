@@ -105,7 +105,6 @@ def train_fenced(log: Tamper) -> str:
 
 
 def train_beyond_deadline(log: Tamper) -> str:
-    """Swapping groups between batches violates max_staleness."""
     batches = {fact.step: fact.groups for _, fact in log.facts(StepCommitted)}
     step, early, late_step, late = next(
         (step, early, late_step, late)

@@ -52,8 +52,6 @@ def need_deepspeed(*, ranks: int | None = None) -> None:
 
 
 class BatchLog:
-    """SQLite log from which ranks read their shares."""
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.place = LogLocation(run=RUN, url=f"sqlite:{path}")

@@ -70,7 +70,6 @@ def need_cpu() -> None:
 
 
 def prepare() -> None:
-    """Set environment variables that CUDA reads at start."""
     if ON_GPU:
         from dora_pipe.consumers.learners.deepspeed import prepare as settle
 

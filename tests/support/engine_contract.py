@@ -42,9 +42,7 @@ Decode = Callable[[Sequence[int]], str]
 class Open(Protocol):
     def __call__(
         self, *, slots: int, context_tokens: int = 256, decode: Decode | None = None
-    ) -> Engine:
-        """Open an engine with the first policy."""
-        ...
+    ) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +85,11 @@ def check(*needs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def byte_decode(tokens: Sequence[int]) -> str:
-    """Byte tokenizer: three special tokens, then bytes."""
     return bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
 
 
 @dataclass(slots=True)
 class Result:
-    """Outcome of a request; equal means bitwise equal."""
-
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
@@ -237,7 +232,6 @@ def check_declarations_are_known(subject: Subject) -> None:
 
 @check()
 def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
-    """`emit_every` splits events and changes nothing else."""
     engine = subject.open(slots=4)
     full = run(engine, [request("r", [5, 6, 7], max_tokens=23)])["r"]
     engine.add(replace(request("r", [5, 6, 7], max_tokens=23), emit_every=5))
@@ -256,7 +250,6 @@ def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
 
 @check()
 def check_refusals(subject: Subject) -> None:
-    """Invalid requests raise ValueError and change nothing."""
     engine = subject.open(slots=2, context_tokens=64)
     engine.add(request("a", [5], max_tokens=64))
     bad = [
@@ -397,7 +390,6 @@ def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int
 
 @check(PREFILL_EXACT)
 def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 60) -> None:
-    """Resuming from any prefix gives the same bits."""
     engine = subject.open(slots=16)
     assert PREFILL_EXACT in engine.declares
     all_requests = requests(subject, count, seed=3, max_tokens=max_tokens)

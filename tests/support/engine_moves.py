@@ -142,7 +142,6 @@ def check_moved_requests_end_as_if_they_had_stayed(
 
 @check(KV_EXPORT)
 def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = plain) -> None:
-    """Requests also move before their first step."""
     engines = [subject.open(slots=3), subject.open(slots=5)]
     req = request("r", [5, 6, 7, 8], max_tokens=240, seed=3)
     full = run(engines[0], [req])["r"]

@@ -148,7 +148,6 @@ def check_request_that_nobody_goes_on_from_leaves_only_its_prompt(subject: Subje
 
 
 def check_versions_that_are_replaced_take_theirs_along(subject: Subject) -> None:
-    """Returning to the first policy recomputes everything."""
     engine = opens_keeping(subject)(slots=2)
     (_, first), (_, second) = subject.policies
     asked = request("r", [5, 6, 7] * 20, max_tokens=9)

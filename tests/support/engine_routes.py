@@ -35,7 +35,6 @@ def routed_run(
 
 
 def same_experts(folder: Path, ids: list[int], routes: Routes) -> bool:
-    """Compare routes with those of the built-in engine."""
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
     own = TorchEngine.open(folder, slots=1, context_tokens=128, threads=1, routes=True)

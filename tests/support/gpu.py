@@ -42,8 +42,6 @@ DORA_PIPE: Final = "from dora_pipe.cli.main import main; main()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Tests in one process, or a demo."""
-
     name: str
     tests: tuple[str, ...] = ()
     only: str = ""

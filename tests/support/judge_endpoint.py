@@ -23,8 +23,6 @@ def said(text: str) -> Answer:
 
 @dataclass(slots=True)
 class Endpoint:
-    """Received requests, and the answer to the n-th."""
-
     answer: Callable[[int, Any], Answer]
     delay_s: float = 0.0
     url: str = ""

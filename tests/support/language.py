@@ -42,8 +42,6 @@ _SUBJECT = re.compile(r"[a-z0-9][\w./, -]*: [a-z]")
 
 
 class Hit(NamedTuple):
-    """A text that breaks a rule."""
-
     rule: str
     line: int
     text: str
@@ -171,7 +169,6 @@ def _opener(line: int, text: str) -> Iterator[Hit]:
 
 
 def main() -> None:
-    """Print all hits, or lower the baseline."""
     if "--lower" in sys.argv:
         baseline = json.loads(BASELINE.read_text())
         BASELINE.write_text(json.dumps(lowered(baseline, counts()), indent=1) + "\n")

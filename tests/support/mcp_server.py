@@ -40,8 +40,6 @@ TOOLS = [
 
 
 class Session:
-    """Notes of a client."""
-
     def __init__(self) -> None:
         self.notes: list[str] = []
 

@@ -73,7 +73,6 @@ def samples(path: Path) -> bool:
 
 @contextmanager
 def stopped(path: Path) -> Iterator[int]:
-    """Stop its process for the block."""
     pid = next(entry for entry in of(path, WorkerJoined) if entry.worker == DRAINED).pid
     os.kill(pid, signal.SIGSTOP)
     try:

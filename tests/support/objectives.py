@@ -73,7 +73,6 @@ def random_inputs(
 
 
 def gradient(inputs: Inputs, settings: Objective) -> Tensor:
-    """d(sum of losses) / d logprobs."""
     logprobs = inputs.logprobs.detach().clone().requires_grad_()
     torch.autograd.backward(terms_of(replace(inputs, logprobs=logprobs), settings).loss.sum())
     assert logprobs.grad is not None

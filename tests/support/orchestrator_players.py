@@ -81,7 +81,6 @@ class PlayWorker:
         self.world.after(away_s, self.join)
 
     def freeze(self, away_s: float) -> None:
-        """Stop and continue without noticing the elapsed time."""
         self.frozen = True
         life = self.life
         self.world.after(away_s, lambda: self._thaw(life))
@@ -124,7 +123,6 @@ class PlayWorker:
             self.die(self.world.chance.random())
 
     def _let_go(self, life: int, move: Migrate) -> None:
-        """Release late if it was frozen, and never if the request ended."""
         if life != self.life or not self.alive:
             return
         if self.frozen:
@@ -189,7 +187,6 @@ class PlayWorker:
         self._maybe_leave()
 
     def _score(self, life: int, request: ScheduledRequest) -> None:
-        """Deliver the reward later, without a slot."""
         score_s = self.world.chances.score_s * self.world.chance.random()
         self.world.after(score_s, lambda: self._scored(life, request))
 

@@ -26,8 +26,6 @@ from tests.support.singly import as_record, placed
 
 
 class Stage:
-    """State under test, with all decisions."""
-
     def __init__(self, **changes: Any) -> None:
         self.config = records.make_config(**changes)
         self.samplers: Samplers | None = None

@@ -43,8 +43,6 @@ from tests.support.orchestrator_players import PlayTrainer, PlayWorker
 
 
 class Ledger:
-    """Incremental checks; `check_end` checks the final state."""
-
     def __init__(self, config: Config) -> None:
         self.config = config
         self.specs: dict[str, GroupSpec] = {}
@@ -165,8 +163,6 @@ ETA_MAX = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chances:
-    """Probabilities per event, and times in seconds."""
-
     invalid: float = 0.0
     """A trajectory has no valid reward."""
     failure: float = 0.0
@@ -345,7 +341,6 @@ class World:
         self.after(1.0, self._every_second)
 
     def _command(self) -> AnyControl:
-        """Draw a user's command; half of the pauses and resumes are invalid."""
         eta = self.chance.randrange(ETA_MAX + 1)
         return self.chance.choice(
             [

@@ -145,7 +145,6 @@ def _python_problem(words: Sequence[str]) -> str:
 
 @cache
 def _source(module: str) -> str:
-    """Return the source of a module, or of the modules of a package."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return ""
@@ -155,6 +154,5 @@ def _source(module: str) -> str:
 
 
 def _unknown(words: Sequence[str], source: str) -> str:
-    """Return the first option that a program's source does not name."""
     options = (word.partition("=")[0] for word in words if word.startswith("--"))
     return next((f"no option {option}" for option in options if f'"{option}"' not in source), "")

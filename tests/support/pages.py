@@ -31,8 +31,6 @@ _BLOCKS = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Fenced code block of a page."""
-
     page: str
     line: int
     language: str
@@ -91,7 +89,6 @@ def block(language: str, fragment: str) -> str:
 
 
 def typed(text: str) -> list[Typed]:
-    """Return the typed lines of a console block."""
     results: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if _PROMPT.match(line):
@@ -104,7 +101,6 @@ def typed(text: str) -> list[Typed]:
 
 
 def every_typed() -> Iterator[Typed]:
-    """Yield the typed lines of all pages."""
     for page in PAGES:
         for block in blocks(page):
             if block.language == "console":

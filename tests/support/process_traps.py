@@ -94,8 +94,6 @@ def stopped_incarnation(folder: Path) -> int:
 
 
 class _GoOnWhenFenced:
-    """Resume the stopped worker when a round fences it."""
-
     def __init__(self) -> None:
         self.done = False
 

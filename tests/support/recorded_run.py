@@ -32,8 +32,6 @@ LEASE_TICKS = int(LEASE_S * 1e9) // TICK_NS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """Run directory: `config.toml`, `log.sqlite`, `policies/`."""
-
     directory: Path
     run: str
 
@@ -53,7 +51,6 @@ class RecordedRun:
         return SqliteBus(self.log)
 
     def copy(self, directory: Path) -> RecordedRun:
-        """Copy the run without cached tables of commands."""
         shutil.copytree(self.directory, directory, ignore=shutil.ignore_patterns(FILE))
         return RecordedRun(directory=directory, run=self.run)
 
@@ -83,7 +80,6 @@ def _events(cluster: Cluster) -> None:
 
 
 def _kill_worker_in_the_middle(cluster: Cluster) -> None:
-    """Kill w1 during requests with progress records and restart it."""
     cluster.until(lambda: progress_is_known(cluster, "w1"))
     cluster.kill("w1")
     cluster.ticks(LEASE_TICKS + 30)
@@ -99,7 +95,6 @@ def progress_is_known(cluster: Cluster, name: str) -> bool:
 
 
 def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
-    """Freeze w0 beyond its lease, then let it write without noticing; its records are fenced."""
     role = cluster.roles["w0"]
     cluster.until(lambda: len(role.machine.requests.by_key) >= 4)
     role.frozen = True
@@ -113,7 +108,6 @@ def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
 
 
 def _append_a_trajectory_again(cluster: Cluster) -> None:
-    """Repeat an append after an unknown outcome; the first one counts."""
     topic = cluster.topics.trajectories
     partition = TopicPartition(topic, 0)
     first = records_of(cluster.bus, {partition: cluster.bus.end(partition)})
@@ -125,7 +119,6 @@ def _append_a_trajectory_again(cluster: Cluster) -> None:
 
 
 def _settle(log: Path) -> None:
-    """Merge the write-ahead log, so that the file can be copied."""
     bus = SqliteBus(log)
     bus.close()
 

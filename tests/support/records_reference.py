@@ -87,7 +87,6 @@ def _columns(layout: codec.RecordLayout[Any]) -> Iterator[str]:
 
 
 def _list(title: str, intro: str, rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    """Yield a heading and a list; consecutive fields without a description share a line."""
     yield from (title, "", _text(intro), "")
     for described, fields in itertools.groupby(rows, lambda row: bool(row[2])):
         if described:
@@ -102,14 +101,12 @@ def _list(title: str, intro: str, rows: list[tuple[str, str, str]]) -> Iterator[
 
 @functools.cache
 def _common() -> set[str]:
-    """Return the fields that the page describes once."""
     page = (ROOT / "docs/reference/records.md").read_text().partition("<!--")[0]
     heads = re.findall("^- (`.*?):", page.partition("## Common fields")[2], re.MULTILINE)
     return {name for head in heads for name in re.findall(r"`(\w+)`", head)}
 
 
 def _text(doc: str) -> str:
-    """Return a docstring's first paragraph in terms of JSON, without its example."""
     text = " ".join(inspect.cleandoc(doc).partition("\n\n")[0].split())
     return re.sub(r"\bNone\b", "null", re.sub(r"\s*Example: ``.*", "", text))
 
@@ -128,7 +125,6 @@ def _arrow(kind: pa.DataType, *, null: bool = False) -> str:
 
 @functools.cache
 def _docs(owner: Any) -> dict[str, str]:
-    """Return the docstrings of the fields of a class, or of a module's names."""
     tree: Any = ast.parse(inspect.getsource(owner))
     body = tree.body if inspect.ismodule(owner) else tree.body[0].body
     return {
@@ -140,7 +136,6 @@ def _docs(owner: Any) -> dict[str, str]:
 
 
 def _parts(*kinds: Any, named: bool = False) -> dict[type, None]:
-    """Return the records inside kinds, in order of their first use."""
     parts: dict[type, None] = {}
     for kind in kinds:
         struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -66,7 +66,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def stand_back() -> None:
-    """Give all other sessions priority."""
     os.nice(LAST)
     with suppress(OSError):  # not Linux, or no autogroups
         AUTOGROUP.write_text(str(LAST))

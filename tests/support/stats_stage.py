@@ -26,8 +26,6 @@ def stats_of(bus: Bus, topics: Topics) -> RunStats:
 
 
 class Stage(ToldRun):
-    """Handwritten run. Example: ``Stage().worker("w0")``."""
-
     def __init__(self, *, stats: RunStats | None = None, **config: Any) -> None:
         self.stats = RunStats(records.RUN) if stats is None else stats
         super().__init__(**config)

@@ -187,7 +187,6 @@ class Tamper:
         return results[index]
 
     def reencode(self, row: Row, change: Callable[[Trajectory], Trajectory]) -> Row:
-        """Change a trajectory record, with matching headers."""
         value, headers = encode_trajectory(change(decode_trajectory(row.value)))
         return replace(row, value=value, headers=header_pairs(headers))
 

@@ -14,8 +14,6 @@ from tests.support.inline_tasks import InlineTasks
 
 
 class AssetsNumbers(Numbers):
-    """Numbers as texts, without tokenizer files."""
-
     stop_ids = (0,)
     made: ClassVar[list[str]] = []
     """`special_tokens` of each opened tokenizer."""

@@ -84,7 +84,6 @@ def _ignored(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tree_of(text: str) -> ast.Module:
-    """Parse a file; the cache serves consecutive rules."""
     return ast.parse(text)
 
 
@@ -95,7 +94,6 @@ def nodes_of(text: str) -> tuple[ast.AST, ...]:
 
 
 def sizes(path: str, text: str) -> Iterator[str]:
-    """Limit lengths of functions, files and lines."""
     lines = text.splitlines()
     if len(lines) > MAX_FILE_LINES:
         yield f"{path}: {len(lines)} lines ({MAX_FILE_LINES})"
@@ -109,13 +107,11 @@ def sizes(path: str, text: str) -> Iterator[str]:
 
 
 def docstrings(path: str, text: str) -> Iterator[str]:
-    """Require a docstring in every module."""
     if len((ast.get_docstring(tree_of(text)) or "").split()) < 3:
         yield f"{path}: no sentence at its head that says what it contains"
 
 
 def annotations(path: str, text: str) -> Iterator[str]:
-    """Require annotations of parameters and return values."""
     for node in _functions(text):
         takes = node.args
         named = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]
@@ -179,7 +175,6 @@ def pickling(path: str, text: str) -> Iterator[str]:
 
 
 def _may_pickle(node: ast.Call) -> bool:
-    """Filter cheaply before the full check, which is 100 times slower."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     return name in _PICKLING_CALLS or any(
         keyword.arg == "allow_pickle" for keyword in node.keywords
@@ -193,7 +188,6 @@ def assertions(path: str, text: str) -> Iterator[str]:
 
 
 def sleeping(path: str, text: str) -> Iterator[str]:
-    """Forbid real sleeps in unit tests."""
     if not path.startswith("tests/unit/"):
         return
     for node in nodes_of(text):

@@ -75,7 +75,6 @@ def undeclared(span: Span) -> list[str]:
 
 
 def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
-    """Check the path from dispatch to step for every trained trajectory."""
     stages = _by(spans, lambda span: span.stage)
     (root,), (dispatched,) = stages["group"], stages["dispatched"]
     (selected,), (trained,) = stages["selected"], stages["trained"]

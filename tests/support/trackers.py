@@ -74,8 +74,6 @@ class Row(NamedTuple):
 
 
 class Kept(Tracker):
-    """Tracker that records rows and reports earlier ones."""
-
     def __init__(self, there: int = 0) -> None:
         self.there = there
         self.runs: list[TrackedRun] = []
@@ -124,8 +122,6 @@ class FakeError(Exception):
 
 @dataclass
 class FakeRun:
-    """W&B run; an offline run merges its folders."""
-
     rows: list[dict[str, Any]] = field(default_factory=list)
     axes: dict[str, str | None] = field(default_factory=dict)
     starting_step: int = 0
@@ -202,7 +198,6 @@ def _ended(path: Path) -> list[Any]:
 
 
 def _wandb_records(data: bytes, block: int = 32768) -> Iterator[Any]:
-    """Yield the records of a `.wandb` file: LevelDB's log format after seven bytes."""
     proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
     index, full = 7, b""
     while index + 7 <= len(data):

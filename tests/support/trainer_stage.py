@@ -53,8 +53,6 @@ NO_COST = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
 
 class VirtualClock:
-    """Manually advanced clock."""
-
     def __init__(self) -> None:
         self.ns = 1_000_000_000
 
@@ -251,7 +249,6 @@ class TrainerStage:
         return history
 
     def change_trajectory(self, partition: int, offset: int) -> None:
-        """Change a token and the record's own sha256."""
         held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
         location = held.offsets.index(offset)
         trajectory = decode_trajectory(held.records[location].value)
@@ -267,8 +264,6 @@ class TrainerStage:
 
 
 class StagedTrainer:
-    """Incarnation of the trainer with manual ticks."""
-
     def __init__(
         self,
         stage: TrainerStage,

@@ -52,9 +52,7 @@ class Pair:
 
 
 class MakePair(Protocol):
-    def __call__(self, folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-        """`bytes_max` is the capacity of the source."""
-        ...
+    def __call__(self, folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]: ...
 
 
 @dataclass(slots=True)
@@ -130,7 +128,6 @@ def memory_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
 
 
 def files_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-    """Two processes of one machine: a directory."""
     clock = VirtualClock()
     source, target = (
         MappedFiles(folder / "place", clock=clock, bytes_max=bytes_max) for _ in range(2)
@@ -145,7 +142,6 @@ def files_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
 
 
 def flight_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-    """Two machines: a directory each, and a network."""
     clock = VirtualClock()
     with (
         served(folder / "source", clock=clock, bytes_max=bytes_max) as source,

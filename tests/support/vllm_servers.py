@@ -225,7 +225,6 @@ def held(*engines: Engine) -> Iterator[None]:
 
 @contextmanager
 def go(engine: Engine) -> Iterator[None]:
-    """Resume the paused server in the block."""
     _resume(engine)
     try:
         yield

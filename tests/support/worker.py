@@ -165,8 +165,6 @@ class Worker:
 
 
 class World:
-    """Log, clock and decisions of the test."""
-
     def __init__(
         self,
         *,

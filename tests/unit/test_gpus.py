@@ -27,7 +27,6 @@ RANKS = {"kind": "deepspeed", "ranks": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start and end each test without GPU settings."""
     for name in (VISIBLE, ORDER[0]):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

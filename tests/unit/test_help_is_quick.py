@@ -75,8 +75,6 @@ print(json.dumps([codes, sorted(set(sys.modules) - typers)]), file=said)
 
 
 def asked(*lines: list[str]) -> tuple[list[int], set[str]]:
-    """Return exit codes of `dora-pipe` with these words in one process, and imports beyond
-    typer's."""
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(lines)], capture_output=True, text=True, check=True
     )
@@ -85,7 +83,6 @@ def asked(*lines: list[str]) -> tuple[list[int], set[str]]:
 
 
 def heavy(modules: set[str]) -> set[str]:
-    """Return modules that are too slow to import."""
     packages = {module: module.partition(".")[0] for module in modules - OWN}
     light = sys.stdlib_module_names - SLOW
     return {entry for entry, package in packages.items() if package not in light}

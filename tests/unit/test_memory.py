@@ -58,7 +58,6 @@ def test_large_models_have_the_parameters_of_their_names() -> None:
 def test_estimates_are_within_a_tenth_of_steps_on_an_h200(
     model: str, row: int, tokens: int, dtype: str, checkpointing: bool, peak_gb: float
 ) -> None:
-    """Peaks of bench/results/gpu.md."""
     keys = run(
         workers__max_model_len=row,
         trainer__micro_batch_tokens=tokens,
@@ -76,7 +75,6 @@ def test_every_kind_of_network_is_estimated(name: str) -> None:
 
 
 def state(**keys: Any) -> float:
-    """Return bytes per parameter of a 4 B trainer between two passes."""
     held = memory.state_parts(qwen3("4B"), run(**keys))
     return sum(held.values()) / qwen3("4B").parameters
 

@@ -71,8 +71,6 @@ sys.exit(run_node([sys.executable, "-c", sys.argv[1]], each, stop_s=5.0, notice_
 
 
 def _node(rank_does: str, notice_s: float = NOTICE_S) -> subprocess.Popen[str]:
-    """Start a node of two ranks running this code, with `rank` as variable. Print by one
-    `os.write` per line: `print` may interleave lines of ranks."""
     script = f"import os, signal, sys, time\nrank = os.environ['RANK']\n{rank_does}"
     return subprocess.Popen(
         [sys.executable, "-c", PARENT.format(notice=notice_s), script],

@@ -25,7 +25,6 @@ DIGEST = "0ba9d3565d780551516b98e3aaebb9fc112e31d1074af28f12dcdb0dfafb9d5f"
 
 
 def is_harmless(text: str) -> bool:
-    """Report whether no character controls a terminal."""
     return all(line.isprintable() for line in text.split("\n"))
 
 

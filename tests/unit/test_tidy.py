@@ -91,7 +91,6 @@ def test_rule_lets_sound_code_pass(rule: Rule, path: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def broken() -> dict[str, list[str]]:
-    """Return violations by rule; each file is parsed once."""
     results: dict[str, list[str]] = {rule.__name__: [] for rule in tidy.PYTHON_RULES}
     files = tidy.files(".py")
     assert len(files) > 20, "the walk over the tree found too little to mean anything"

@@ -92,7 +92,6 @@ def test_unknown_engine_is_named() -> None:
 
 
 def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> None:
-    """Includes heavy imports, which `open` makes in the worker."""
     (tmp_path / "own_engine.py").write_text(
         "from dora_pipe.producers.engines.registry import EngineKind\n"
         "def opened(assets, config, decode):\n"
@@ -137,7 +136,6 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
 def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
     workers: dict[str, Any], why: str
 ) -> None:
-    """A joining worker may have torch although others have vLLM."""
     config = _config(engine="torch", **workers)
     check_engines(config, ["torch"])
     local_roles.need_gpus(_config(engine="vllm", **workers))

@@ -28,8 +28,6 @@ CHECKOUT_HINT: Final = "run it from a checkout that is installed with `pip insta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """Killed broker."""
-
     node: int
     pid: int
     led: tuple[TopicPartition, ...]
@@ -121,7 +119,6 @@ class Brokers:
                 raise ResourceError(f"a broker is gone: {str(error).splitlines()[0]}") from error
 
     def forget(self, topics: Sequence[str]) -> None:
-        """Delete unused topics."""
         from kafka import KafkaAdminClient
 
         admin = KafkaAdminClient(bootstrap_servers=self._group.bootstrap.split(","))
@@ -154,7 +151,6 @@ class Brokers:
 
 
 def _find_infra() -> None:
-    """Make infra importable. Raises ResourceError outside a checkout."""
     root = Path(dora_pipe.__file__).resolve().parent
     if not (root / "infra" / "kafka" / "broker.py").is_file():
         raise ResourceError(

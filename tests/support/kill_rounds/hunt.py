@@ -23,8 +23,6 @@ POLL_S: Final = 0.05
 
 
 class Victim(Protocol):
-    """Target of an order."""
-
     def pid(self) -> int | None: ...
 
     def strike(self) -> tuple[int, str] | None:
@@ -126,7 +124,6 @@ class _Hunt:
                 observed += sum(map(_facts, reader.poll(timeout_s=POLL_S, records_max=1)))
 
     def _strike(self, *, before: str = "") -> Hit | None:
-        """Kill it as soon as it runs; return None if the run ended first."""
         while self._victim.pid() is None and not self.over.wait(POLL_S):
             pass
         struck = None if self.over.is_set() else self._victim.strike()
@@ -146,7 +143,6 @@ class _Hunt:
 
 
 def _facts(record: Record) -> int:
-    """Count reported facts: one record may contain several trajectories."""
     control = decode_control(record.value)
     return len(control.trajectories) if isinstance(control, TrajectoriesLogged) else 1
 

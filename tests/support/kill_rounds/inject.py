@@ -43,8 +43,6 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """Strike on a role or broker."""
-
     role: str
     pid: int
     phase: str
@@ -196,7 +194,6 @@ def _arm_sqlite(file: SqliteFile, point: Point, strike: Callable[[], None]) -> N
 
 
 def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> None:
-    """Delta the exclusive, or the plain, producers of this process; a role has one of each."""
     from kafka import KafkaProducer
 
     name = "commit_transaction" if exclusive else "send"

@@ -40,8 +40,6 @@ VIOLATIONS_MAX = 5
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a run; `clean` summarizes it."""
-
     finished: bool
     steps: int
     steps_wanted: int
@@ -74,8 +72,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """Relevant raw control records, in order."""
-
     started: RunStarted | None = None
     commits: list[StepCommitted] = []
 

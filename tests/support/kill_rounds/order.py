@@ -95,8 +95,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
 
 
 class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
-    """Random moment: `delay_s` after control has `control` facts."""
-
     control: int
     delay_s: float
     again_s: float | None = None
@@ -129,7 +127,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stays_dead(self) -> bool:
-        """Report whether the role's absence affects other roles."""
         return self.role in ROLES and self.down_s > 0
 
 

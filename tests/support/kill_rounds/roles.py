@@ -42,8 +42,6 @@ CONTEXT_TOKENS: Final = 96
 
 
 class FaultStart(msgspec.Struct, frozen=True, kw_only=True):
-    """JSON message on the process's stdin."""
-
     name: str
     directory: str
     parent_pid: int
@@ -78,8 +76,6 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
 
 
 def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
-    """Open the bus as `RunDir.open_bus`, with a wrapped log, so that acknowledgements are those
-    of the log."""
     log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
     return BlobBus(FaultBus(log, injector), directory.blobs(config))
 

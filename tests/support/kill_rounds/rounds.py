@@ -149,7 +149,6 @@ class Session:
         return {} if self._brokers is None else {"bus.url": self._brokers.url}
 
     def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
-        """Run until the end; return the error or ""."""
         until_s = time.monotonic() + ROUND_LIMIT_S
         files = Files(directory.path)
         copies = directory.store(config) / MADE
@@ -198,7 +197,6 @@ class Session:
         return msgspec.json.decode(written, type=Verdict), ""
 
     def _call(self, name: str, directory: RunDir) -> None:
-        """Run a process to its end. Raises ResourceError if it fails."""
         process = _start(directory, name)
         try:
             code = process.wait(CHILD_LIMIT_S)
@@ -270,14 +268,11 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 
 
 def _policies(order: Order) -> dict[str, Any]:
-    """Draw storage settings from the round's seed, independently of other draws."""
     every = random.Random(f"{order.seed}/versions").choice(WHOLE_EVERY)
     return {"full_every": every} | ({} if every == 1 else {"dtype": "bfloat16"})
 
 
 def _make_several(plain: dict[str, Any]) -> None:
-    """Every second round has two tasks (3 to 1), weighted rows, groups scored together, and two
-    evaluations."""
     task, evaluation = plain["task"], plain["evaluation"]
     plain["task"] = task | {"name": "often", "ratio": 3.0}
     drawn = {"options": {"sigma": 0.3}, "sampler": "dora_pipe.sim.parts:weights"}

@@ -203,7 +203,6 @@ def play_rounds(session: Session, series: Series, numbers: Iterable[int]) -> Ite
 
 
 def play_round(session: Session, series: Series, number: int) -> RoundResult:
-    """Play a round, redrawing moments that never came."""
     again = 0
     while True:
         order = _order(series, number, again)

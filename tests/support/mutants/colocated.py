@@ -16,7 +16,6 @@ def _never_given_back(patches: Patches) -> None:
 
 
 def _woken_in_a_step(patches: Patches) -> None:
-    """Sleeping workers count as idle while the trainer computes."""
     right = colocated.held
 
     def held(state: State) -> frozenset[str]:

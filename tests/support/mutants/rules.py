@@ -47,8 +47,6 @@ _MISSING: Final = object()
 
 
 class Patches:
-    """Reversible patches of this process."""
-
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -131,8 +129,6 @@ def _newest_first(patches: Patches) -> None:
 
 
 def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
-    """Batches in another order after the same gate."""
-
     def take(
         finished: Sequence[Finished],
         deadlines: Mapping[int, int],
@@ -293,8 +289,6 @@ def _old_scores_count(patches: Patches) -> None:
 
 
 def _alone_trained(patches: Patches) -> None:
-    """Batches use the records' own rewards only."""
-
     def taken(group: Group) -> TakenGroup:
         return msgspec.structs.replace(right(group), rewards={})
 
@@ -323,8 +317,6 @@ def _part_lost(patches: Patches) -> None:
 
 
 def _part_twice(patches: Patches) -> None:
-    """Groups of a part remain available to the next part."""
-
     def taken(state: State, names: Sequence[str]) -> None:
         state.parts.append(tuple(names))
 
@@ -348,7 +340,6 @@ def _progress_lost(patches: Patches) -> None:
 
 
 def _placed_twice(patches: Patches) -> None:
-    """Sample 0 of every third group stays queued after its placement."""
     right, require = transitions.schedule, rules_decision._require
 
     def schedule(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
@@ -369,8 +360,6 @@ def _placed_twice(patches: Patches) -> None:
 
 
 def _beyond_c(patches: Patches) -> None:
-    """Automatic `async_batches` admits everything within the bound."""
-
     def most(state: State) -> float:
         assert state.config is not None
         return async_batches(state.config.staleness)
@@ -477,8 +466,6 @@ def _chain_without_control(patches: Patches) -> None:
 
 
 def _counted_at_once(patches: Patches) -> None:
-    """Group outcomes affect row sampling before the next version."""
-
     def note(state: State, group: Group) -> None:
         right(state, group)
         for source in state.curricula:
@@ -489,8 +476,6 @@ def _counted_at_once(patches: Patches) -> None:
 
 
 def _weights_stay(patches: Patches) -> None:
-    """Row weights stay at the first version seen by an orchestrator."""
-
     def count(state: State) -> None:
         kept = dict(state.weights)
         right(state)

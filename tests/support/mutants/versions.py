@@ -36,7 +36,6 @@ def _base_dropped(patches: Patches) -> None:
 
 
 def _any_base(patches: Patches) -> None:
-    """Deltas start from any local copy, without verification."""
     right = PolicyStore._chain
 
     def chain(

@@ -84,16 +84,12 @@ class Context:
 
 @dataclass(kw_only=True)
 class Rollout:
-    """Minimal `RolloutSession` of verifiers."""
-
     ctx: Context
     client: Any = None
     trace_stops: list[Any] = field(default_factory=list)
 
 
 class Inner:
-    """Minimal interception of verifiers: one cached client per endpoint."""
-
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
 
@@ -245,8 +241,6 @@ SUM = re.compile(r"n\d+ \d+(?: n\d+ \d+)+")
 
 
 class Policy:
-    """Model that answers by `say`, once `together` calls are open."""
-
     def __init__(self, assets: Path, say: Callable[[CallAsked, str], str], together: int) -> None:
         self._assets, self._say, self._together = assets, say, together
         self._text = Tokenizer(assets).full_text

@@ -27,8 +27,6 @@ DRAWS = 512
 
 @dataclass(slots=True)
 class World:
-    """World in which draw i is 1 if the i-th number is below the subject's value."""
-
     worth: Callable[[Subject], float]
     draws: int = DRAWS
     asked: list[str] = field(default_factory=list)

@@ -29,8 +29,6 @@ STEP = 3
 
 
 class Table:
-    """Scorer whose log-probs depend on token and version."""
-
     def __init__(self) -> None:
         self.version = -1
         self.loaded: list[int] = []
@@ -58,8 +56,6 @@ class Table:
 
 
 class Letters:
-    """Tokenizer with a token for each pair of equal letters."""
-
     def ids(self, text: str) -> list[int]:
         results: list[int] = []
         while text:
@@ -243,8 +239,6 @@ def test_turn_that_moved_between_workers_is_encoded_whole() -> None:
 
 def test_contexts_are_held_against_what_they_were_sampled_behind() -> None:
     class Positions(Table):
-        """Scorer whose log-probs also depend on the previous token."""
-
         def score(self, rows: Sequence[Row]) -> list[list[float]]:
             return [
                 [

@@ -90,7 +90,6 @@ def rounds_with(kind: type[Any]) -> list[tuple[int, Round, int]]:
 
 
 def with_decisions(round_: Round, decisions: list[AnyDecision]) -> Round:
-    """Forge a round; a decision's reason is not part of the state."""
     return msgspec.structs.replace(round_, decisions=tuple(decisions))
 
 

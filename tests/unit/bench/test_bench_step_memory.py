@@ -14,7 +14,6 @@ LOGITS_MB = TOKENS * HEAD_VOCABULARY * 4 / 1e6
 
 
 def head(chunk_tokens: int) -> MemoryCase:
-    """Head dominated by its logits."""
     return MemoryCase(
         what="head",
         tokens=TOKENS,
@@ -25,7 +24,6 @@ def head(chunk_tokens: int) -> MemoryCase:
 
 
 def allocated_mb(compute: Callable[[], object]) -> tuple[float, float]:
-    """Return retained and peak tensor memory by torch's allocator."""
     from torch.autograd.profiler import profile
 
     with profile(profile_memory=True) as profiled:

@@ -14,7 +14,6 @@ S = 10**9
 
 
 def book(files: Files, role: str, *acks: tuple[int, int, str, int]) -> None:
-    """(began, acknowledged, topic, process), in seconds."""
     lines = (
         Ack(index * S, pid, topic, 0, number, "0" * 64, began * S)
         for number, (began, index, topic, pid) in enumerate(acks)

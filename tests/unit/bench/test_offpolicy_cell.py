@@ -22,7 +22,6 @@ STEPS, GROUPS, SIZE = 4, 2, 4
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Return a random model of the demo's size with very short steps."""
     directory = tmp_path_factory.mktemp("study")
     make_model(directory / "random", "arithmetic")
     (directory / "demo.toml").write_text(example_config("arithmetic"))
@@ -44,8 +43,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 class Spy:
-    """Trainer wrapper that records batches and may fail."""
-
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
         self.batches: list[TrainBatch] = []
         self._train = bench.trainer.train

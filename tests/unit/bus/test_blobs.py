@@ -321,8 +321,6 @@ def test_records_under_their_limit_touch_no_store(bus: BlobBus, tmp_path: Path) 
 
 
 class FailingFiles(BlobFiles):
-    """Files on a disk that fills up during a write."""
-
     def write(self, digest: str, value: bytes) -> None:
         raise BusFull("no room")
 

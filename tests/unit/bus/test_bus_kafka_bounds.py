@@ -20,15 +20,11 @@ from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 @dataclass
 class Landed:
-    """Metadata of an acknowledged record."""
-
     offset: int
 
 
 @dataclass
 class Producer:
-    """Producer that acknowledges only when awaited."""
-
     fails_at: int = -1
     sent: list[bytes] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -43,8 +39,6 @@ class Producer:
 
 
 class Later(Future):  # type: ignore[misc]  # the client has no types
-    """kafka-python's future with `get`."""
-
     def __init__(self, producer: Producer, number: int) -> None:
         super().__init__()
         self.producer, self.number = producer, number

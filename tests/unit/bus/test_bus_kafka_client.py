@@ -67,8 +67,6 @@ def test_a_question_to_such_a_broker_is_asked_again_but_not_for_ever(
 
 
 class Stuck:
-    """Producer whose close blocks until released."""
-
     def __init__(self) -> None:
         self.free, self.closed, self.tries = threading.Event(), threading.Event(), 0
 

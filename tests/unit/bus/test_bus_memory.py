@@ -157,8 +157,6 @@ def test_a_planned_poll_fails_and_loses_nothing() -> None:
 
 def test_a_fault_plan_sees_the_call_and_the_records() -> None:
     class NoSecrets:
-        """Content filter, as in a simulator."""
-
         def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
             secret = any(record.value == b"secret" for record in records)
             return AppendFault(kind="failed") if secret else None

@@ -138,7 +138,6 @@ def test_a_refusal_hidden_in_a_nameless_error_is_found() -> None:
     ],
 )
 def test_the_cause_of_a_follow_up_error_decides(cause: Exception, ours: type[DoraError]) -> None:
-    """The client raises these three after its first failure."""
     for follow_up in (
         kafka_errors.KafkaError("Cannot perform send because of errors.", cause),
         kafka_errors.KafkaError(f"Cannot execute: we are in an error state: {cause}"),

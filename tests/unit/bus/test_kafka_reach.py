@@ -26,7 +26,6 @@ Door = Callable[[Callable[[socket.socket], object]], str]
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    """Open a port whose connections a function handles."""
     monkeypatch.setattr(access, "PROBE_WAIT_S", 0.2)
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     opened: list[tuple[socket.socket, threading.Thread]] = []
@@ -86,7 +85,6 @@ WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
 def test_a_door_that_hangs_up_or_is_no_kafka_is_no_answer(
     door: Door, text: bytes, protocol: str
 ) -> None:
-    """The broker may be stopping, or a proxy has lost its broker."""
     came: Queue[int] = Queue()
 
     def hang_up(visitor: socket.socket) -> None:

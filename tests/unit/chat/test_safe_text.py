@@ -27,7 +27,6 @@ def byte_level() -> tokenizers.Tokenizer:
 
 @functools.cache
 def metaspace(scheme: str) -> tokenizers.Tokenizer:
-    """Return a Unigram tokenizer of letters with an added unknown token, as in older models."""
     letters = [chr(code) for code in range(33, 127)]
     tokenizer = tokenizers.Tokenizer(
         models.Unigram(
@@ -44,7 +43,6 @@ def metaspace(scheme: str) -> tokenizers.Tokenizer:
 
 @functools.cache
 def lower_case() -> tokenizers.Tokenizer:
-    """Return a tokenizer that normalizes case: capitals also match its tokens."""
     new_bpe = bpe({"<s>"})
     new_bpe.normalizer = normalizers.Lowercase()
     new_bpe.add_tokens([AddedToken("<|im_start|>", normalized=True)])

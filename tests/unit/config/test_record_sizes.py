@@ -44,7 +44,6 @@ def refusal(path: Path, *overrides: str) -> ConfigError:
 
 
 def largest_round_bytes(config: Config, seed: int) -> int:
-    """Return the largest round of a virtual run with more slots than requests."""
     workers = {f"w{number}": (64, 16) for number in range(4)}
     world = World(seed=seed, config=config, workers=workers, eval_rows=60)
     world.run()

@@ -32,7 +32,6 @@ def taken(reward: float) -> float | None:
 
 @given(likely)
 def test_what_the_tasks_process_takes_is_what_every_objective_can_train(reward: float) -> None:
-    """See tests/contract/test_objective.py for larger values."""
     result = taken(reward)
     assert result is None or abs(result) <= REWARD_MAX
     assert (result is None) == (abs(reward) > REWARD_MAX)

@@ -13,8 +13,6 @@ from tests.support.trainer_stage import TrainerStage, train
 
 
 class LeavingLearner(SimulatedLearner):
-    """Learner that records calls and the number of logged steps."""
-
     def __init__(self, stage: TrainerStage) -> None:
         super().__init__()
         self._stage = stage

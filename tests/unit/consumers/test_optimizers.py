@@ -66,7 +66,6 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Newton-Schulz iteration, five steps (Keller Jordan)."""
     x: Tensor = matrix.bfloat16()
     x = x.T if len(matrix) > matrix.shape[1] else x
     x = x / (x.norm() + 1e-7)

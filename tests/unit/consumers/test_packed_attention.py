@@ -240,7 +240,6 @@ def test_step_names_its_way_and_goes_the_way_of_an_older_log(
 def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bfloat16(
     tmp_path: Path, family: str
 ) -> None:
-    """Both round the same values, so neither may be much further from float32."""
     model_dir = FAMILIES[family](tmp_path / "model")
     given_pass = passage(LINES, "cuda")
     exact_network, network = build(model_dir).to("cuda"), build(model_dir).to("cuda")

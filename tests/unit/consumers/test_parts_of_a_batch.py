@@ -43,7 +43,6 @@ def settings_of(kind: str, **keys: Any) -> dict[str, Any]:
 
 
 def gradient_of(trainer: Learner, path: Path) -> dict[str, Tensor]:
-    """Return AdamW's first moment after one update, up to its factor."""
     trainer.save_optimizer(path)
     with mapped(path) as data:
         entries = [entry for entry in read_entries(path) if entry.name.startswith("exp_avg/")]
@@ -126,7 +125,6 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates(
 def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
     policy: Policy, kind: str, sizes: list[int]
 ) -> None:
-    """If a batch has fewer parts than updates, the remaining updates share the last part."""
     settings = updating(kind, 3, kl_coef=0.1)
     batch = batch_of(3, groups=6, parts=sizes)
     expected, digest = policy.train(batch, settings)

@@ -115,8 +115,6 @@ def test_a_busy_partition_does_not_hide_a_lost_one(stage: TrainerStage) -> None:
 
 
 class _SlowReader(ReaderWrapper):
-    """Reader without data for now, as under a quota."""
-
     slow = True
 
     def poll(

@@ -35,7 +35,6 @@ CHECKPOINT_EVERY = 2
 def commit_of(
     step: int, *, digest: str = "", checkpoint: bool = False, dropped: Sequence[int] = ()
 ) -> StepCommitted:
-    """Return a commit with the fields of retention."""
     result = digest or f"v{step + 1}"
     return StepCommitted(
         at_ns=0,
@@ -73,7 +72,6 @@ class Commits:
 
 
 def history_of(commits: Sequence[StepCommitted]) -> CommitHistory:
-    """Return the history that a starting trainer reads."""
     history = CommitHistory(run_started=run_started("v0"))
     for offset, commit in enumerate(commits):
         assert history.add(offset, commit)
@@ -81,8 +79,6 @@ def history_of(commits: Sequence[StepCommitted]) -> CommitHistory:
 
 
 class Life:
-    """Simulated run as the policy store sees it."""
-
     def __init__(self, *, keep_every: int) -> None:
         self.keep_every = keep_every
         self.log: list[StepCommitted] = []
@@ -112,7 +108,6 @@ class Life:
         return len(self.log)
 
     def moves(self) -> list[str]:
-        """Return possible actions; each is checked when it runs."""
         return list(self._acts)
 
     def act(self, name: str, choose: Choose) -> None:
@@ -146,7 +141,6 @@ class Life:
         self.loading[choose(range(WORKERS))] = False
 
     def _take(self, choose: Choose) -> None:
-        """Only after the last commit was read; each batch has one group."""
         if self.training is None:
             self.groups.append(self.known)
             pins = {*self.groups, *(target for target in self.targets if target >= 0)}
@@ -234,7 +228,6 @@ def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:
 
 
 def test_a_file_that_a_kept_version_has_too_is_not_deleted() -> None:
-    """A step without changes gives the same weights: one file, two versions."""
     commits = Commits(4, digests=["a", "b", "a", "c"])
     commits.history.kept -= {1, 2}
     files = files_of(commits.history, [1, 2])
@@ -251,9 +244,6 @@ def test_optimizer_states_go_with_their_versions() -> None:
 def test_no_version_that_is_carried_or_served_is_ever_deleted_however_slow_anybody_is(
     data: st.DataObject,
 ) -> None:
-    """Dispatches, assignments, ends, batches, commits and restarts occur in any order, with late
-    readers."""
-
     def choose(options: Sequence[Any]) -> Any:
         return data.draw(st.sampled_from(options))
 

@@ -89,7 +89,6 @@ def logprobs(model: TorchModel, sampled: TokensSampled, routes: Routes | None) -
 
 
 def turned(routes: Routes) -> Routes:
-    """Route every token to the next experts, which no router chose."""
     choices = np.array(routes.choices)
     choices[1:] = (choices[1:] + 1) % routes.experts
     return Routes.of(choices, routes.experts)

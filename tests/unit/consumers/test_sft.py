@@ -71,7 +71,6 @@ def digest_of(directory: Path) -> str:
 
 
 def answer(model_dir: Path, prompt: str) -> tuple[str, bool]:
-    """Return the greedy answer, and whether it ends."""
     tokenizer = Tokenizer(model_dir)
     load: Any = AutoModelForCausalLM.from_pretrained
     network = load(model_dir)
@@ -254,7 +253,6 @@ SAID = {"role": "assistant", "content": "4"}
 
 @pytest.fixture(scope="module")
 def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small Llama with room for a chat template's tokens."""
     folder = tmp_path_factory.mktemp("chat")
     torch.manual_seed(0)
     build: Any = LlamaForCausalLM
@@ -273,7 +271,6 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_by(chat_dir: Path, example: Example) -> list[str]:
-    """Return the trained text pieces."""
     tokenizer = Tokenizer(chat_dir)
     return [
         tokenizer.full_text([token for token, _ in pairs])

@@ -171,7 +171,6 @@ def test_offloaded_step_on_a_gpu_has_equal_bits_and_holds_less_of_it(policy: Pol
 
 
 def counted(trainer: TorchLearner) -> int:
-    """Count computations of the first layer in a one-pass step."""
     calls: list[Any] = []
     layer = trainer._model.network.base_model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *given: calls.append(given))

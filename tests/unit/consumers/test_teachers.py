@@ -53,7 +53,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expected(directory: Path, temperature: float = 1.0) -> list[list[float]]:
-    """Return log-probs by position, row by row, in double precision."""
     results = []
     for ids, mask in ROWS:
         logprobs = own_logprobs(directory, ids, temperature)

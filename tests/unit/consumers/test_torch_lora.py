@@ -133,7 +133,6 @@ def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Pa
 
 
 def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
-    """d loss / d B = scale * (d loss / d W) A^T, and for A accordingly."""
     publication = publish(
         policy.store, random_adapter(policy.base, policy.manifest.digest, seed=6, size=0.1)
     )

@@ -48,7 +48,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, Any]:
-    """Return settings without `micro_batch_tokens`, an option of the trainer."""
     results = {**OF_TRAINER, **objective_settings(kind, **keys), "trainer.minibatches": minibatches}
     results.pop("trainer.micro_batch_tokens")
     return results

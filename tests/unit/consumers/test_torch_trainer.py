@@ -60,7 +60,6 @@ def plain_logprobs(model: Any, token_ids: list[int]) -> Tensor:
 
 
 def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings) -> Tensor:
-    """Return the papers' objective of a batch, trajectory by trajectory."""
     total = torch.zeros((), dtype=torch.float64)
     valid = [
         trajectory

@@ -88,7 +88,6 @@ def commits_of(stage: TrainerStage) -> list[StepCommitted]:
 def replayed(
     stage: TrainerStage, commits: list[StepCommitted], first: int, trainer: Any = None
 ) -> list[Any]:
-    """Replay from the nearest checkpoint; return results from step `first` on."""
     history = read_history(stage.bus, stage.topics, stage.clock)
     trainer = trainer or SimulatedLearner()
     assert history.run_started is not None
@@ -100,8 +99,6 @@ def replayed(
 
 
 class Packs(SimulatedLearner):
-    """Learner that uses packed lines if allowed."""
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.told = way, [""]

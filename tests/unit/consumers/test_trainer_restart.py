@@ -114,8 +114,6 @@ def test_commit_of_unknown_outcome_ends_the_role_and_the_next_one_reads_what_hap
     stage: TrainerStage, lands: int
 ) -> None:
     class Flaky:
-        """Bus whose append of a commit has an unknown outcome."""
-
         def on_append(self, call: int, records: Any) -> AppendFault | None:
             commit = any(b'"step-committed"' in record.value for record in records)
             return AppendFault(kind="unknown", lands=lands) if commit else None

@@ -127,7 +127,6 @@ def test_contexts_that_do_not_fit_in_one_pass_are_trained_as_those_that_do(
 
 
 def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """Return transformers' log-probs of sampled tokens by trajectory."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(policy.directory)
     results = {}

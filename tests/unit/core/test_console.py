@@ -28,7 +28,6 @@ LOST = {"reader": "Broken pipe", "disk": "No space left on device"}
 
 
 def closed_pipe() -> int:
-    """Return the write end of a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     return write

@@ -32,8 +32,6 @@ def start(bus: MemoryBus) -> None:
 
 
 class LateStart(VirtualClock):
-    """Clock during whose sleep the run starts."""
-
     def __init__(self, bus: MemoryBus, at_ns: int) -> None:
         super().__init__()
         self.bus, self.at_ns = bus, at_ns

@@ -38,15 +38,11 @@ class Shout:
 
 @dataclass(frozen=True)
 class Heard:
-    """Event that answers a shout."""
-
     text: str
 
 
 @dataclass
 class Room:
-    """Port that answers each shout one poll later."""
-
     effects: tuple[type, ...] = (Shout,)
     said: list[str] = field(default_factory=list)
     closed: bool = False
@@ -68,8 +64,6 @@ class Room:
 
 @dataclass
 class Recorder:
-    """Machine that records inputs and returns scripted outputs."""
-
     plan: list[Outputs] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     reactions: int = 0
@@ -98,8 +92,6 @@ def world(
     turn_ns: int = 0,
     status_faults: FaultPlan | None = None,
 ) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
-    """Return a runtime whose faults hit only its own appends; `status_faults` hit its status
-    writer."""
     log = MemoryLog()
     outside = MemoryBus(log)
     outside.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
@@ -274,7 +266,6 @@ def test_a_status_that_cannot_be_appended_neither_ends_an_exclusive_role_nor_hol
 
 
 def test_a_status_waits_for_no_fact_that_cannot_be_appended() -> None:
-    """Records that must not be lost are first; a role that ends there skips its status."""
     outputs = publish("status", lossy=True)
     outputs.publish += publish("fact").publish
     faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=0)})
@@ -331,8 +322,6 @@ LIMIT_S = 60.0
 
 @dataclass
 class SlowWriter:
-    """Writer whose appends wait for `go`."""
-
     error: Exception | None = None
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
@@ -352,8 +341,6 @@ class SlowWriter:
 
 @dataclass
 class Flooding(Recorder):
-    """Machine that publishes one record, and `HELD_MAX` more after `StopAsked`."""
-
     flooded: threading.Event = field(default_factory=threading.Event)
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:

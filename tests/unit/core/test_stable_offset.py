@@ -25,8 +25,6 @@ CONTROL = TopicPartition(TOPICS.control, 0)
 
 
 class Bench:
-    """Log with a hidden append, and a clock advanced by sleeping."""
-
     def __init__(self) -> None:
         self.clock, self.log = WorldClock(), MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
@@ -50,8 +48,6 @@ def test_what_is_hidden_now_is_waited_for_and_what_is_hidden_later_is_not(
     bench.hide(30, records.run_started(records.make_config()))
 
     class Busy(WorldClock):
-        """Clock during whose sleeps another writer appends."""
-
         def sleep(self, seconds: float) -> None:
             bench.clock.ns += int(seconds * 1e9)
             self.ns = bench.clock.ns

@@ -26,7 +26,6 @@ def status(version: int = 0, at_s: float = 0.0) -> OrchestratorStatus:
 def played(
     news: dict[float, int], *, until_s: float, size_bytes: int = 100, quiet: int = QUIET
 ) -> list[float]:
-    """Return the times of statuses if the version is `news[t]` from t on."""
     schedule, text, now_ns = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=quiet), [], 0
     while now_ns <= until_s * S:
         now_s = now_ns / S

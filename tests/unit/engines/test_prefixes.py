@@ -21,13 +21,11 @@ def ids_of(tokens: Sequence[int]) -> Integers:
 
 
 def computed(weights: str, tokens: Sequence[int]) -> Array:
-    """Return stand-ins for keys and values: a hash of all tokens up to each position."""
     sums = [hash((weights, tuple(tokens[: end + 1]))) for end in range(len(tokens))]
     return np.array(sums, np.int64).reshape(1, 1, 1, len(tokens), 1)
 
 
 def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Keep a sequence; return the copied ranges."""
     asked: list[tuple[int, int]] = []
 
     def copied(start: int, end: int) -> Array:
@@ -39,7 +37,6 @@ def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[
 
 
 def find_cached(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
-    """Return the number of held tokens and compare their content."""
     cached = kept.known(weights, ids_of(tokens))
     data = kept.longest(weights, ids_of(tokens))
     assert (0 if data is None else data.shape[-2]) == cached

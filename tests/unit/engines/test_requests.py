@@ -25,12 +25,10 @@ def bytes_decode(tokens: Sequence[int]) -> str:
 
 
 def stripping_decode(tokens: Sequence[int]) -> str:
-    """Drop the space before the first word, as some tokenizers do."""
     return bytes_decode(tokens).removeprefix(" ")
 
 
 def first_stop(text: bytes, stops: tuple[str, ...], sampled: int = 0) -> int | None:
-    """Return the tokens after which a watcher that starts at `sampled` sees a stop string."""
     watcher = StopText(bytes_decode, stops, list(text[:sampled]))
     for count in range(sampled, len(text)):
         if watcher.feed(text[count]):

@@ -37,8 +37,6 @@ def test_positions_read_the_keys_of_the_smallest_pool_that_holds_them() -> None:
 
 
 class Twin:
-    """Cache and its expected content."""
-
     def __init__(self) -> None:
         self.kv = KvCache(MODEL, slots=SLOTS, context_tokens=CONTEXT)
         self.length = np.zeros(SLOTS, np.int64)
@@ -64,7 +62,6 @@ class Twin:
         self.kv.settle(entering, self.length)
 
     def check(self) -> None:
-        """Rows are dense, in the pool of their length, and hold their keys and values."""
         kv = self.kv
         dense = [slot for slot in self.tags if slot != self.staged]
         assert sorted(kv.order.tolist()) == sorted(dense)
@@ -149,7 +146,6 @@ def _stage(twin: Twin, free: list[int], number: int) -> None:
 
 
 def test_nothing_of_a_row_is_left_for_the_next_one() -> None:
-    """Zero times infinity is not zero: masked values must be finite."""
     used = np.zeros(2, np.int64)
     kv = KvCache(MODEL, slots=2, context_tokens=64)
     kv.storage.fill_(torch.nan)

@@ -36,7 +36,6 @@ def draw(
 
 
 def reference(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Return the remaining tokens' probabilities by plain arithmetic."""
     if params.temperature == 0:
         return {max(range(len(logits)), key=lambda token: logits[token]): 1.0}
     hot = {token: value / params.temperature for token, value in enumerate(logits)}
@@ -79,7 +78,6 @@ def test_seeds_and_positions_give_other_numbers() -> None:
 
 
 def test_tokens_have_the_distribution_of_the_logits() -> None:
-    """Chi-square over positions of one seed, and over seeds at one position."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.3, 1.8, -0.5, 0.0, 0.7])
     for params in SETTINGS:
         expected_reference = reference(logits.tolist(), params)

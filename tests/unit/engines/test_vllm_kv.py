@@ -15,19 +15,16 @@ HEADS, SIZE, WIDTH, BLOCKS = 3, 32, 32, 7
 
 
 def beside(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
-    """Keys and values of a token adjacent, as in FlashAttention."""
     cache[block, :, position, :WIDTH], cache[block, :, position, WIDTH:] = key, value
 
 
 def turned(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
-    """Keys by dimension, then values by token, as in vLLM's plain CPU kernel."""
     flat = cache[block].view(HEADS, 2 * SIZE * WIDTH)
     flat[:, position : SIZE * WIDTH : SIZE] = key
     flat[:, (SIZE + position) * WIDTH : (SIZE + position + 1) * WIDTH] = value
 
 
 def tiled(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
-    """Tiles of 16 tokens with paired dimensions, values in pairs of tokens."""
     flat = cache[block].view(HEADS, 2, SIZE * WIDTH)
     tile = flat[:, 0].view(HEADS, SIZE // 16, WIDTH // 2, 16, 2)
     tile[:, position // 16, :, position % 16, :] = key.view(HEADS, WIDTH // 2, 2)
@@ -35,7 +32,6 @@ def tiled(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
 
 
 def lossy(cache: Any, block: int, position: int, key: Any, value: Any) -> None:
-    """Values in two places, keys in none."""
     cache[block, :, position, :WIDTH], cache[block, :, position, WIDTH:] = value, value
 
 
@@ -44,8 +40,6 @@ Put = Callable[[Any, int, int, Any, Any], None]
 
 @dataclass
 class Layer:
-    """Minimal attention layer of vLLM; its own `impl`."""
-
     kv_cache: Any
     put: Put
 

@@ -45,7 +45,6 @@ def server() -> Iterator[FakeVllm]:
 
 @pytest.fixture
 def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
-    """Yield the fake server's engine; a policy is a file with its own digest."""
     opened: list[VllmEngine] = []
     for name in "ab":
         (tmp_path / name).write_text(name * 64)
@@ -267,7 +266,6 @@ def test_stop_string_aborts_what_the_server_is_ahead(server: FakeVllm, subject: 
 def test_server_that_is_late_in_every_step_is_accounted_for(
     server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine a step may end without a token of some or all rows."""
     monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 1)
     server.chunk_s = 0.004
     CHECKS["accounting"](subject)
@@ -387,7 +385,6 @@ def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -
 
 @pytest.fixture
 def stock(server: FakeVllm, tmp_path: Path) -> Iterator[tuple[VllmEngine, Path, str]]:
-    """Yield an engine on a stock server, and its model directory and digest."""
     server.stock = make_qwen2(tmp_path / "served", 0)
     engine = VllmEngine(
         tmp_path, slots=4, context_tokens=64, address=Address.of(server.url, server.key)

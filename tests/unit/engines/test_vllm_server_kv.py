@@ -54,7 +54,6 @@ def files(engine: VllmEngine) -> set[str]:
 
 
 def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
-    """Return a request with six tokens that cannot end."""
     req = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
     engine.add(req)
     for _ in range(6):

@@ -161,8 +161,6 @@ def test_refused_adapter_leaves_what_was_there(served: Served) -> None:
 
 
 def let_go_unheard(served: Served) -> VllmEngine:
-    """Return an engine whose request under version 1 was released and aborted before its stream
-    began."""
     engine = served.serving(0, 1)
     served.server.begin.clear()
     served.server.hold_after = {7: 1}

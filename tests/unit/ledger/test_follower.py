@@ -135,8 +135,6 @@ def test_of_the_metrics_topic_the_newest_are_read_and_deleted_ones_are_passed_ov
 
 
 class _Mute(ReaderWrapper):
-    """Reader whose records never arrive."""
-
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:

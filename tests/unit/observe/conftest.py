@@ -23,13 +23,11 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
 
 @pytest.fixture(scope="session")
 def spans(recorded: RecordedRun) -> list[Span]:
-    """Return all traces; do not modify."""
     with closing(recorded.open()) as opened:
         return traces_of(opened, recorded.topics)
 
 
 @pytest.fixture(scope="session")
 def ledger(recorded: RecordedRun) -> Ledger:
-    """Return audit's ledger; do not modify."""
     with closing(recorded.open()) as opened:
         return build_ledger(opened, recorded.topics)

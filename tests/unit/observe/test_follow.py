@@ -24,7 +24,6 @@ from tests.support.worker import VirtualClock
 
 @pytest.fixture(autouse=True)
 def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read few rounds at a time, for many reads."""
     monkeypatch.setattr("dora_pipe.ledger.follower.RECORDS_MAX", 20)
     monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
 

@@ -27,7 +27,6 @@ from tests.support.traces import check_whole, traces_of
 
 
 def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
-    """Yield a growing copy of the log: control and trajectories first, then single rounds."""
     copy = SqliteBus(path)
     copy.create(
         [TopicSpec(name=name, partitions=bus.partitions(name)) for name in run.topics.all()]

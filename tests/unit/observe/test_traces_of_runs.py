@@ -19,8 +19,6 @@ from tests.support.traces import check_traces, check_whole
 
 
 class _Traced(SeedRun):
-    """Run that checks a seed's traces instead of auditing it."""
-
     trained = 0
 
     def _audit(self, world: World) -> None:

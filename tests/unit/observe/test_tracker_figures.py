@@ -21,8 +21,6 @@ from tests.support.trackers import Kept, Row
 
 
 class Clock(SystemClock):
-    """Clock that does not wait; `then` runs at each wait."""
-
     def __init__(self) -> None:
         self.slept: list[float] = []
 
@@ -31,7 +29,6 @@ class Clock(SystemClock):
 
 
 def contributions(sha256: str) -> list[dict[str, float]]:
-    """Return contributions of a trainer with gradients, which the recorded run lacks."""
     assert len(sha256) == 64
     return [{"ratio_mean": 2.0, "staleness": 0}, {"ratio_mean": 1.0, "staleness": 1}]
 

@@ -29,7 +29,6 @@ TWO: dict[str, Any] = {
 
 
 def beside(*, moves: bool = True) -> Stage:
-    """`a` always generates, `e` is colocated; each runs four requests."""
     stage = Stage(**TWO).begin()
     stage.join("a", moves=moves)
     stage.join("e", moves=moves, colocated=True)

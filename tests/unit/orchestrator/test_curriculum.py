@@ -22,7 +22,6 @@ SAMPLER = "mine:weights"
 
 
 def halves(rows: Sequence[RowStats], version: int) -> list[float]:
-    """Prefer rows solved half of the time."""
     return [row.mean * (1 - row.mean) + 0.05 if row.groups else 0.25 for row in rows]
 
 

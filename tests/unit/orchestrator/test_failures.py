@@ -53,7 +53,6 @@ def end_invalid(stage: Stage, name: str, error: str = TYPO) -> None:
 
 
 def fail_until_halted(stage: Stage, error: str = TYPO, *, turns: int = 100) -> Halt | None:
-    """End every running request as invalid until the run halts, at most `turns` times."""
     for _ in range(turns):
         for name in stage.running():
             if name in stage.state.requests:

@@ -12,7 +12,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def in_training(**changes: object) -> Stage:
-    """Step 0 trains two groups; two more are open."""
     stage = Stage(**changes).begin()
     stage.worker("w0", slots=4)
     for group in ("g0000000000", "g0000000001"):

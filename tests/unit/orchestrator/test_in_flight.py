@@ -26,8 +26,6 @@ MS = 1_000_000
 def after(
     ready: list[int], *, empty: int, most: float = 3.0, flight: InFlight | None = None
 ) -> float:
-    """Return the limit after commits with these finished groups, `empty` of 100 slots being
-    empty."""
     result, now_ns = flight or InFlight(), 0
     for count in ready:
         for _ in range(2):
@@ -78,7 +76,6 @@ def stage_of(**changes: Any) -> Stage:
 
 
 def starve(stage: Stage, steps: int) -> list[float | None]:
-    """Run steps at whose commits nothing has finished; return each batch's limit."""
     texts: list[float | None] = []
     for _ in range(steps):
         open_ = sorted(stage.running())

@@ -8,12 +8,10 @@ A, B = ("a", 1), ("b", 2)
 
 
 def leases() -> Leases[Incarnation]:
-    """Length 10, gaps from 2 on."""
     return Leases(lease_ns=10, gap_ns=2)
 
 
 def listen(result: Leases[Incarnation], start: int, end: int) -> None:
-    """React every tick, without a gap."""
     for now in range(start, end + 1):
         result.turn(now)
 

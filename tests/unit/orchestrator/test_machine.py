@@ -90,14 +90,12 @@ class Bench:
         return outputs
 
     def turn(self, *inputs: Any) -> list[Any]:
-        """React; return observations and decisions of new rounds."""
         count = len(self.rounds)
         self.react(*inputs)
         new = self.rounds[count:]
         return [entry for round_ in new for entry in (*round_.observations, *round_.decisions)]
 
     def wait(self, seconds: float, *inputs: Any, every_s: float = 0.5) -> list[Any]:
-        """React every heartbeat with these inputs."""
         results: list[Any] = []
         for _ in range(int(seconds / every_s)):
             self.now_s += every_s

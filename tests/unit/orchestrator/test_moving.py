@@ -31,8 +31,6 @@ def moves_of(decisions: list[AnyDecision]) -> list[Migrate]:
 
 
 def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) -> Stage:
-    """`a` runs three requests of version 0, `b` two; a step was just committed, and at most 20
-    groups may follow. Both ran long enough to be expected to run as long again."""
     stage = Stage(**MANY).begin()
     stage.join("a", slots=slots, moves=moves)
     stage.join("b", slots=slots, moves=moves)

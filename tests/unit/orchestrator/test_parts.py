@@ -17,7 +17,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def running(**changes: Any) -> Stage:
-    """Four groups of one trajectory per step, in at most four parts; all of a step are open."""
     plain = {
         "rollout__prompts_per_step": 4,
         "rollout__group_size": 1,

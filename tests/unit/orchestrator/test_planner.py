@@ -27,7 +27,6 @@ from tests.support.singly import placed as placed_by
 
 
 def kinds(decisions: list[AnyDecision]) -> list[str]:
-    """Return kinds of decisions, runs of equal kinds as one."""
     names = [type(decision).__name__ for decision in decisions]
     return [name for index, name in enumerate(names) if not index or names[index - 1] != name]
 

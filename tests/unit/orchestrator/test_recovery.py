@@ -83,8 +83,6 @@ def test_round_that_cannot_be_read_is_named_by_its_offset() -> None:
 
 
 class Stopwatch:
-    """Clock that requests a stop after some calls."""
-
     def __init__(self, questions: int) -> None:
         self.left = questions
 
@@ -94,7 +92,6 @@ class Stopwatch:
 
 
 def be_orchestrator(bus: MemoryBus, *, first: bool = True, turns: int = 10) -> State:
-    """Run one incarnation of the role."""
     config = records.make_config()
     return run_orchestrator(
         bus,

@@ -14,7 +14,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def stage_of(**changes: Any) -> Stage:
-    """Two trajectories per group, one group per step, three groups in flight, max_staleness 2."""
     keys = {
         "rollout__prompts_per_step": 1,
         "rollout__group_size": 2,

@@ -71,7 +71,6 @@ def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None
 
 
 def three_versions() -> Stage:
-    """`v0` runs one request of version 0, `v1` two of version 1, `a` and `b` three of version 2."""
     stage = Stage(
         run__steps=50,
         rollout__prompts_per_step=1,

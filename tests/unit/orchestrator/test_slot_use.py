@@ -10,7 +10,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def stage_of(**changes: Any) -> Stage:
-    """Batches of four requests, a worker of 16 slots."""
     small = {
         "rollout__prompts_per_step": 2,
         "rollout__group_size": 2,

@@ -17,7 +17,6 @@ G0 = "g0000000000"
 
 
 def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) -> Stage:
-    """Groups of two with one redundant trajectory, one group per step, on one worker."""
     keys = {
         "rollout__group_redundancy": 1,
         "rollout__prompts_per_step": 1,

@@ -42,14 +42,12 @@ def at(
 
 
 def keys(*deadlines: int) -> list[Finished]:
-    """Return finished groups with these deadlines, in dispatch order."""
     return sorted(
         Finished(deadline, index, f"g{index}") for index, deadline in enumerate(deadlines)
     )
 
 
 def literally(deadlines: Mapping[int, int], step: int, per_step: int, first: int = -1) -> bool:
-    """Return the definition, literally."""
     last = max([step, *deadlines]) - step
     return all(
         sum(count for entry, count in deadlines.items() if entry <= step + j) <= (j + 1) * per_step
@@ -171,7 +169,6 @@ def test_end_of_run_admits_only_what_a_step_is_left_for() -> None:
 
 
 def test_counterexample_a_batch_in_training_that_keeps_its_deadlines_starves_the_workers() -> None:
-    """max_staleness = 1, B = 1: a (v0) trains; b of version 0 may go into step 1."""
     during = at(eta=1, training=True)
     assert not feasible({1: 2}, during.step, 1), "the variant still counts a, due at 1"
     assert admissible({}, during) == 1

@@ -28,8 +28,6 @@ FOR_EVER = 10**6
 
 
 class Course(NamedTuple):
-    """State of the search. Deadlines are relative to t."""
-
     unfinished: tuple[int, ...]
     finished: tuple[int, ...]
     """In order of finishing."""
@@ -67,8 +65,6 @@ def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a part: its step, B, groups in earlier parts, and its own."""
-
     step: int
     per_step: int
     taken: int
@@ -89,8 +85,6 @@ def part_earliest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Rules to search; defaults are correct."""
-
     eta: int
     per_step: int
     in_flight: float
@@ -120,15 +114,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Result of the search; `path` leads to the violation."""
-
     outcome: Literal["sound", "broken", "locked", "delayed"]
     states: int
     path: list[str] = field(default_factory=list)
 
 
 def search(rules: Rules) -> Found:
-    """Search every reachable course, breadth first, until a violation."""
     start = Course((), (), ())
     came: dict[Course, tuple[Course, str] | None] = {start: None}
     todo = deque([start])
@@ -204,7 +195,6 @@ def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterat
 
 
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
-    """Commit or refuse the step; then the next step's parts are given up."""
     unfinished, finished, training, held = course
     less = [tuple(entry - 1 for entry in those) for those in (unfinished, finished, held)]
     yield "commit", Course(less[0], less[1], (), less[2]), None
@@ -318,8 +308,6 @@ def test_part_that_outlives_the_refusal_of_the_step_before_it_is_found() -> None
 
 
 def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
-    """Mistake: a part takes what finished first, regardless of due groups."""
-
     def any_part(
         finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
     ) -> Sequence[int]:
@@ -410,8 +398,6 @@ def test_same_gate_with_the_earliest_deadlines_first_is_the_rule() -> None:
 
 
 def _admit_to_the_budget(deadlines: Mapping[int, int], standing: Standing) -> bool:
-    """Mistake: capacity (eta + t + 1) * B over the entire run, although B * t of them are
-    trained."""
     untaken = sum(deadlines.values()) + standing.per_step * standing.training
     return untaken < (standing.max_staleness + 1) * standing.per_step
 
@@ -419,7 +405,6 @@ def _admit_to_the_budget(deadlines: Mapping[int, int], standing: Standing) -> bo
 def _overdue_then_oldest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    """Take all due groups, then the oldest finished; wait for due ones."""
     due = sum(count for entry, count in deadlines.items() if entry <= step)
     if len(finished) < per_step or due > sum(group <= step for group in finished):
         return ()

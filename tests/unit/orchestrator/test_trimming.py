@@ -79,7 +79,6 @@ def worker_says(at_ns: int) -> Append:
 
 
 def fill(bus: Bus, count: int, *, clock_of_others_ns: int = 0) -> list[int]:
-    """Append alternating statuses of orchestrator and worker from 0 on; return their offsets."""
     says = (orchestrator_says, lambda at_ns: worker_says(at_ns + clock_of_others_ns))
     records = [says[i % 2](i * EACH_NS) for i in range(count)]
     with closing(bus.writer()) as writer:
@@ -147,7 +146,6 @@ def test_a_trim_that_is_refused_is_put_off_and_ends_nothing() -> None:
 
 
 def test_what_was_read_within_the_guard_is_beyond_every_limit() -> None:
-    """Also if the wall clock jumps by a year."""
     schedule = TrimSchedule(keep_ns=HOUR, whole_ns=50 * S)
     asked: list[tuple[int, TrimMetrics]] = []
     for minute in range(6 * 60):

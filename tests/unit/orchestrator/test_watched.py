@@ -87,7 +87,6 @@ def watching(**changes: Any) -> Stage:
 
 
 def step(stage: Stage) -> None:
-    """Finish running requests: evaluations with their version's reward, training groups with 1."""
     while names := stage.running():
         for name in names:
             spec = stage.state.groups[name.rpartition("-")[0]].spec

@@ -40,7 +40,6 @@ KINDS: tuple[Workers, ...] = get_args(Workers)
 
 
 def swarm(seed: int, kind: Workers = "plain") -> World:
-    """Draw sizes, workers and probabilities from the seed, then worker features."""
     chance = random.Random(seed)
     eta = chance.randrange(4)
     size = chance.randrange(1, 5)
@@ -93,7 +92,6 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
 
 
 def check_state(state: State) -> None:
-    """Check invariants of any state from scratch."""
     assert state.config is not None
     entry = state.standing()
     u = [g for g in state.groups.values() if g.phase in ("generating", "finished")]
@@ -140,7 +138,6 @@ def check_state(state: State) -> None:
 
 
 def check_index(state: State) -> None:
-    """Compare the index with all workers."""
     index, workers = state.index, state.workers.values()
     usable = [worker for worker in workers if worker.usable]
     assert index.hosts.keys() == {worker.target for worker in usable}
@@ -179,7 +176,6 @@ def check_index(state: State) -> None:
 
 
 def finish(world: World) -> None:
-    """End the faults and require the end of the run."""
     world.heal()
     world.run(seconds=CALM_S)
     assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.counters}"
@@ -205,7 +201,6 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(kind: Workers, seed: i
 
 
 def shake(state: State, chance: random.Random) -> None:
-    """Cause a random loss, join, failure or command."""
     for name, worker in sorted(state.workers.items()):
         if chance.random() < 0.4:
             apply_observation(state, LeaseExpired(worker=name, incarnation=worker.incarnation))
@@ -258,7 +253,6 @@ def test_a_plan_leaves_nothing_to_plan(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind: Workers) -> None:
-    """Compare the digest at every record, and the plan at every round, with ones from scratch."""
     world, state = swarm(7, kind), State()
     world.run(seconds=FAULTY_S)
     finish(world)

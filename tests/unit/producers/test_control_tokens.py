@@ -39,7 +39,6 @@ def byte_level() -> Backend:
 
 
 def merged() -> Backend:
-    """Return a tokenizer whose merges create and use an added token."""
     pieces = ["<", "/", "s", ">", "</", "</s", "</s>", "</s>>", *SPECIAL, *ascii_letters, *" |_"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", ">")]

@@ -134,7 +134,6 @@ STRANGE: dict[str, tuple[bytes, str]] = {
 
 
 def test_file_made_by_hand_is_taken(files: KvHandover, tmp_path: Path) -> None:
-    """Without the defects of the files below."""
     put(files)
     blob = Blob(sha256=sha256_hex(saved()), bytes=len(saved()))
     path_of(tmp_path, blob).write_bytes(saved())

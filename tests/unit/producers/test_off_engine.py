@@ -11,7 +11,6 @@ LONG_NS = 8 * AVERAGED_NS
 
 
 def alternating(away_ns: int, here_ns: int, *, until_ns: int, requests: int) -> OffEngine:
-    """Return requests that leave the engine and return simultaneously."""
     engine, now_ns = OffEngine(), 0
     while now_ns < until_ns:
         for name in range(requests):

@@ -115,8 +115,6 @@ def test_weights_that_cannot_be_loaded_are_an_event(thread: bool) -> None:
 
 
 class Compares(SimulatedEngine):
-    """Engine that rejects files named as damaged."""
-
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         if weights.name == "damaged":
             raise PolicyError(f"{weights} has another digest")
@@ -163,7 +161,6 @@ def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
 
 
 def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
-    """Only copying a local version blocks the engine; building it from deltas does not."""
     begun, may_end = threading.Event(), threading.Event()
 
     def fetched(digest: str) -> Path:
@@ -186,7 +183,6 @@ def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
 
 
 def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> None:
-    """The loading thread owns the engine: its rows must not change."""
     engine = _engine(slots=2, length=50)
     port = _engine_port(engine, steps_max=4, thread=True)
     for name in "ab":

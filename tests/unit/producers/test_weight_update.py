@@ -18,7 +18,6 @@ from tests.support.worker import TOPICS, Worker, World, digest_of
 
 
 def stays(*lengths: int) -> TokenSequence:
-    """Return a prompt of two tokens and one stay per version 3, 4, ..."""
     sequence = TokenSequence([1, 2], at_ns=0)
     sequence.start_stay(1)
     for number, length in enumerate(lengths):

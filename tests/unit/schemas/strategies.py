@@ -52,13 +52,11 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def struct(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Draw a record from the types of its fields."""
     fields = {field.name: of_type(field.type) for field in msgspec.structs.fields(kind)}
     return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
 
 def of_type(kind: Any) -> st.SearchStrategy[Any]:
-    """Draw a value of a field's type; containers are short."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -87,14 +85,12 @@ TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda
 
 @st.composite
 def logprobs(draw: st.DrawFn, size: int) -> list[float]:
-    """Draw log-probs as Python floats, some not representable as float32."""
     number = st.floats(-3e38, 0.0) | st.floats(-20.0, 0.0)
     return draw(st.lists(number, min_size=size, max_size=size))
 
 
 @st.composite
 def segments(draw: st.DrawFn) -> list[Segment]:
-    """Draw segments that tile a short sequence."""
     segments: list[Segment] = []
     position = 0
     for _ in range(draw(st.integers(0, 4))):
@@ -151,7 +147,6 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 def _contexts(draw: st.DrawFn, tiles: Sequence[Segment], size: int) -> tuple[Context, ...]:
-    """Draw one context per later prompt; an empty one is a prefix of an earlier one."""
     starts = [tile.start for tile in tiles if tile.kind == "prompt"][1:]
     contexts: list[Context] = []
     for start, end in pairwise([*starts, size]):
@@ -287,7 +282,6 @@ DEAD_LETTERS = st.builds(
 
 
 def rounded(values: Sequence[float | None]) -> Any:
-    """Round log-probs once to float32."""
     return [None if value is None else float(np.float32(value)) for value in values]
 
 

@@ -26,8 +26,6 @@ SPARE_BYTES = 16 * 1024 * 1024
 
 
 class Taken(NamedTuple):
-    """Result of reading a bomb."""
-
     refused: str
     grown_bytes: int
     pool_bytes: int
@@ -36,7 +34,6 @@ class Taken(NamedTuple):
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Taken]:
-    """Read each bomb in a separate process."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
     for name, (columns, _) in BOMBS.items():

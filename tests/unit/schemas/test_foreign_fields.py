@@ -26,8 +26,6 @@ EXTRA = {"later_field": {"deep": [1, None]}}
 
 
 def with_extra(record: msgspec.Struct) -> bytes:
-    """Add fields on every level and lengthen arrays, as a later version would."""
-
     def grow(value: Any) -> Any:
         if isinstance(value, dict):
             return {**{key: grow(entry) for key, entry in value.items()}, **EXTRA}
@@ -103,7 +101,6 @@ def columns_of(value: bytes) -> dict[str, pa.Array]:
 
 
 def sealed(columns: dict[str, pa.Array]) -> bytes:
-    """Write these columns with Arrow's own writer."""
     schema = TRAJECTORY.schema if list(columns) == TRAJECTORY.schema.names else None
     if schema is not None and any(columns[key.name].type != key.type for key in schema):
         schema = None

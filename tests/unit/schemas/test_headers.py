@@ -135,7 +135,6 @@ def _outcome(pairs: Any) -> Any:
 
 @given(st.data())
 def test_headers_in_another_order_say_the_same(data: st.DataObject) -> None:
-    """Written order has a fast path."""
     pairs = list(header_pairs(HEADERS))
     for index in data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=2)):
         strange = st.sampled_from([b"", b"1", b"-0", b"1.5", b"nan", b"a\nb", b"\n", b"x" * 501])

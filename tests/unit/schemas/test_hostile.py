@@ -62,7 +62,6 @@ DECODERS = (
 
 @st.composite
 def mutations(draw: st.DrawFn, of: bytes) -> bytes:
-    """Draw bytes with changed bits, runs or lengths."""
     data = bytearray(of)
     for _ in range(draw(st.integers(1, 4))):
         position = draw(st.integers(0, max(0, len(data) - 1)))
@@ -127,7 +126,6 @@ def test_mutated_json_is_read_or_refused(data: st.DataObject, record: tuple[Deco
 def test_mutated_frame_is_refused_or_says_the_same(
     data: st.DataObject, record: tuple[Decode, bytes]
 ) -> None:
-    """Frames have meaningless bits (zstd's unused header bit), which may change."""
     decode, sound = record
     mutated = data.draw(mutations(sound))
     if expect_read_or_refused(decode, mutated):
@@ -223,7 +221,6 @@ def test_another_number_of_rows_is_refused(rows: int) -> None:
 
 
 def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
-    """Arrow itself would read the batch as a schema, out of bounds."""
     raw = arrow_frame.decompress(ARROW[0][1])
     tail = raw[len(TRAJECTORY.head) :]
     with pytest.raises(SchemaError, match="not an Arrow stream"):
@@ -233,7 +230,6 @@ def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
 @pytest.mark.pure
 @pytest.mark.slow
 def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
-    """In a separate process: a crash would end the tests."""
     program = (
         "import random, pathlib, zstandard\n"
         "from tests.unit.schemas import test_hostile as t\n"

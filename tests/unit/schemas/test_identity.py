@@ -95,7 +95,6 @@ def test_empty_data_set_is_refused() -> None:
 
 
 def test_order_of_prompts_is_pinned() -> None:
-    """Later versions must continue runs with the same prompts."""
     assert [prompt_index(7, ordinal, 10) for ordinal in range(12)] == [
         *((0, row) for row in (2, 9, 6, 8, 7, 4, 0, 5, 1, 3)),
         (1, 7),
@@ -104,7 +103,6 @@ def test_order_of_prompts_is_pinned() -> None:
 
 
 def test_seeds_are_pinned() -> None:
-    """Later versions must regenerate the same trajectories."""
     assert derive_seed("a", 1) == 4742018630964328543
     assert group_seed(7, "train", 42) == 2992087827236195719
     assert group_seed(7, "eval", 42) == 2319786854783727814

@@ -164,7 +164,6 @@ def test_log_prob_survives_as_exactly_its_float32(value: float) -> None:
 
 
 def test_threads_may_write_and_read_at_once() -> None:
-    """Two threads on one zstd compressor would crash the process."""
     large = sample_trajectory(3000)
 
     def write_and_read(_: int) -> bool:

@@ -32,8 +32,6 @@ SEED = 9
 
 @dataclass
 class Recorder(AgentObserver):
-    """Observer that records the inputs of the checks."""
-
     steps: list[Step] = field(default_factory=list)
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:

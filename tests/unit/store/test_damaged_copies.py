@@ -23,7 +23,6 @@ __all__ = ["elsewhere"]
 
 
 def rot(path: Path) -> None:
-    """Damage a byte without changing file times, so that its cached check is believed."""
     status = path.stat()
     flip(path)
     old_ns = status.st_mtime_ns - 10**10
@@ -54,8 +53,6 @@ def test_a_damaged_copy_on_a_machine_is_named_and_had_again(
 
 
 class Wire:
-    """Remote store whose first files arrive damaged."""
-
     def __init__(self, inner: Files, damaged: int) -> None:
         self._inner = inner
         self.damaged = damaged

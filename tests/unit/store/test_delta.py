@@ -71,7 +71,6 @@ DTYPES = ("BF16", "F32", "F64", "I8")
 
 @st.composite
 def two_versions(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
-    """Draw tensors with few or many changes, additions, removals or new shapes."""
     before: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     after = {}
     for name in draw(st.sets(st.sampled_from("abcd"), min_size=1)):
@@ -162,7 +161,6 @@ def test_a_delta_of_another_version_is_refused_by_what_comes_out(tmp_path: Path)
 
 
 def signed(data: bytes, old: bytes, new: bytes) -> bytes:
-    """Replace part of a delta's head and fix length and sha256."""
     (length,) = struct.unpack("<Q", data[-40:-32])
     frames, head = data[: -40 - length], data[-40 - length : -40]
     assert old in head

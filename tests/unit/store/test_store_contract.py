@@ -28,8 +28,6 @@ PLACES = ("directory", "file", "mock", "subtree", "s3")
 
 @dataclass
 class Place:
-    """Location, and stores on it as separate machines open them."""
-
     files: Files
     remote: bool
     root: Path

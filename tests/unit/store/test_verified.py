@@ -172,8 +172,6 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
 def worker_of_two_versions(
     tmp_path: Path, *, full: bool, with_deltas: bool | None
 ) -> tuple[PolicyStore, str]:
-    """Return a store with the first of two versions, and the digest of the second: a delta,
-    optionally with a full checkpoint."""
     (tmp_path / "shared").mkdir()
     files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
     trainer = PolicyStore(tmp_path / "a", files, clock=clock)

@@ -39,7 +39,6 @@ def test_examples_of_built_in_tasks_are_what_init_writes(name: str) -> None:
 
 
 def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None:
-    """Keys equal the example's file, commands its page."""
     example = EXAMPLES / "chat-math"
     readme = (ROOT / "README.md").read_text().split("## Train your own")[1].split("\n## ")[0]
     (match,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)

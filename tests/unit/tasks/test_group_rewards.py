@@ -53,8 +53,6 @@ def misnamed(completionz: Any) -> list[float]:
 
 
 class Scored:
-    """Instantiated once with its options."""
-
     def __init__(self, times: float) -> None:
         self.times = times
 
@@ -120,8 +118,6 @@ def test_rewards_of_the_package_are_of_one_answer() -> None:
 
 
 class Ranks(Task):
-    """Task without single rewards."""
-
     def rows(self, split: Split) -> Sequence[Row]:
         return [ROW]
 
@@ -133,8 +129,6 @@ class Ranks(Task):
 
 
 class Deaf(Task):
-    """Task that ignores its scorer."""
-
     def __init__(self, reward: Rewards) -> None:
         self.asked = reward
 

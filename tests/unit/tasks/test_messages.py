@@ -140,16 +140,6 @@ class Nested:
 
 
 def plain(a: int, b: float = 1.0) -> float:
-    """Add two numbers.
-
-    Args:
-        a: The first
-            of them.
-        b: The other: any.
-
-    Returns:
-        Their sum.
-    """
     return a + b
 
 
@@ -162,16 +152,6 @@ def rich(
     on: bool = False,
     limit: Optional[int] = None,  # noqa: UP045
 ) -> str:
-    """Sort.
-
-    Args:
-        words: What.
-        title: Over it.
-        way: Where to.
-        table: Of weights.
-        on: Whether.
-        limit: How many.
-    """
     return ""
 
 

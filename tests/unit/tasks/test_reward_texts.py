@@ -25,7 +25,6 @@ def _helper() -> Iterator[None]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give the helper a tenth of its time."""
     helper = bounded.Helper(bounded.CPU_S / 10)
     monkeypatch.setattr(texts, "HELPER", helper)
     yield

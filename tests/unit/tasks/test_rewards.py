@@ -132,8 +132,6 @@ def misspelt(txt: str) -> float:
 
 
 class Counting:
-    """Instantiated once with its options."""
-
     def __init__(self, first: int = 0) -> None:
         self.count = first
 

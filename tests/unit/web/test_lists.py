@@ -21,7 +21,6 @@ from tests.support.ui_stage import view_of_told
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    """Yield five groups: two trained, one filtered, one failed, one open."""
     stage = CatalogueStage()
     incarnation = stage.worker()
     stage.fact(records.ready("w0", incarnation, 0, load_ms=500))

@@ -48,7 +48,7 @@ class FakeVllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.key = key
         self.facts: dict[str, Any] = {
-            "version": "0.0",
+            "version": "0.32.0",
             "slots": slots,
             "context_tokens": context_tokens,
             "kv_tokens": slots * context_tokens,
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
                 limits = {"root": str(self.server.stock), "max_model_len": 256}
                 self._answer({"data": [{"id": "policy", "parent": None, **limits}, *cards]})
             elif self.path == "/version":
-                self._answer({"version": "0.0"})
+                self._answer({"version": "0.32.0"})
             elif self.server.stock is not None:
                 self._answer({"detail": "Not Found"}, 404)
             else:

@@ -140,6 +140,16 @@ class Nested:
 
 
 def plain(a: int, b: float = 1.0) -> float:
+    """Add two numbers.
+
+    Args:
+        a: The first
+            of them.
+        b: The other: any.
+
+    Returns:
+        Their sum.
+    """
     return a + b
 
 
@@ -152,6 +162,16 @@ def rich(
     on: bool = False,
     limit: Optional[int] = None,  # noqa: UP045
 ) -> str:
+    """Sort.
+
+    Args:
+        words: What.
+        title: Over it.
+        way: Where to.
+        table: Of weights.
+        on: Whether.
+        limit: How many.
+    """
     return ""
 
 
@@ -163,8 +183,8 @@ def test_the_schema_is_the_one_that_transformers_makes(function: Callable[..., A
     assert tool_schema(function) == theirs
 
 
-def placed(location: Place, unit: Unit) -> str:
-    return f"{location} {unit}"
+def placed(point: Place, unit: Unit) -> str:
+    return f"{point} {unit}"
 
 
 def test_classes_and_enumerations_are_written_out_where_they_are_used() -> None:
@@ -172,12 +192,12 @@ def test_classes_and_enumerations_are_written_out_where_they_are_used() -> None:
     function = tool_schema(placed)["function"]
     assert function["description"] == ""
     assert function["parameters"]["properties"]["unit"] == unit
-    assert function["parameters"]["properties"]["place"]["properties"]["x"] == {"type": "integer"}
+    assert function["parameters"]["properties"]["point"]["properties"]["x"] == {"type": "integer"}
     converted: Any = msgspec.convert(
-        {"place": {"x": 1, "unit": "ft"}, "unit": "m"}, arguments_of(placed)
+        {"point": {"x": 1, "unit": "ft"}, "unit": "m"}, arguments_of(placed)
     )
     assert (
-        placed(converted.place, converted.unit) == "Place(x=1, unit=<Unit.FOOT: 'ft'>) Unit.METRE"
+        placed(converted.point, converted.unit) == "Place(x=1, unit=<Unit.FOOT: 'ft'>) Unit.METRE"
     )
 
 

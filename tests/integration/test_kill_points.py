@@ -12,14 +12,13 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.bus import TopicSpec
-from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore
-from tests.support.kill_rounds.inject import FaultBus, FaultStore, FaultWriter, Files, Injector
+from tests.support.kill_rounds.inject import FaultBus, FaultStore, Files, Injector
 from tests.support.kill_rounds.order import AppendMoment, FileMoment, Order, Point
 from tests.support.stores import Walk
 
@@ -109,44 +108,6 @@ def test_an_append_struck_in_its_commit_is_whole_or_not_there(tmp_path: Path) ->
     assert len(acks) <= len(values)
 
 
-def test_only_the_first_incarnation_is_struck_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    path, files = _log(tmp_path), Files(tmp_path)
-    _order(files, "middle", "trajectory", nth=1)
-    assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
-    assert _in_child(lambda: _write(path, files)) == 99
-    assert len(_values(path)) == APPENDS * BATCH
-    assert len({ack.pid for ack in files.acks("w0")}) == 2
-
-
-def test_another_role_is_not_struck(tmp_path: Path) -> None:
-    path, files = _log(tmp_path), Files(tmp_path)
-    point = Point(moment="before", what="trajectory", nth=1)
-    files.order.write_bytes(msgspec.json.encode(Order(number=0, seed=1, role="w1", at=point)))
-    assert _in_child(lambda: _write(path, files)) == 99
-    assert files.read_hit() is None
-    assert files.order.exists()
-
-
-def test_a_stopped_process_goes_on_where_it_stood(tmp_path: Path) -> None:
-    path, files = _log(tmp_path), Files(tmp_path)
-    point = Point(moment="before", what="trajectory", nth=2)
-    files.order.write_bytes(
-        msgspec.json.encode(Order(number=0, seed=1, role="w0", at=point, stop=True))
-    )
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _write(path, files)
-        finally:
-            os._exit(99)
-    _, status = os.waitpid(pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-    assert _values(path) == [b"0"] * BATCH
-    os.kill(pid, signal.SIGCONT)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 99
-    assert len(_values(path)) == APPENDS * BATCH
-
-
 @pytest.mark.parametrize("moment", ["written", "named"])
 def test_policy_file_is_met_before_and_after_it_has_its_name(
     tmp_path: Path, moment: FileMoment
@@ -188,22 +149,3 @@ def test_a_version_whose_delta_has_its_name_and_whose_commit_never_came_is_publi
     assert store.verify(again.manifest.digest) == again.manifest
     other = store.publish_version(Walk(2), before=first, whole=False)  # another attempt
     assert store.verify(other.manifest.digest) == other.manifest
-
-
-def test_a_bus_that_is_no_file_has_no_moment_inside_an_append(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    _order(files, "middle", "status", nth=1)
-    bus = MemoryBus(MemoryLog())
-    bus.create([TopicSpec(name=TOPICS.metrics)])
-    writer = FaultBus(bus, Injector(files, "w0", TOPICS)).writer()
-    assert isinstance(writer, FaultWriter)
-    assert writer.append([Append(topic=TOPICS.metrics, value=b"{}")]) == [0]
-    assert files.read_hit() is None
-
-
-def test_a_line_of_acknowledgements_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
-    path, files = _log(tmp_path), Files(tmp_path)
-    assert _in_child(lambda: _write(path, files)) == 99
-    acks = files.acks("w0")
-    files.acks_path("w0").write_bytes(files.acks_path("w0").read_bytes()[:-5])
-    assert files.acks("w0") == acks[:-1]

@@ -13,12 +13,9 @@ import pytest
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.waits import waits
-from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import NO_VERSION, AnyDecision, Assign, Migrate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
-from tests.support.singly import placed as placed_by
 
 TWO: dict[str, Any] = {
     "run__steps": 5,
@@ -78,17 +75,6 @@ def test_a_batch_that_stands_ready_sends_the_colocated_worker_to_sleep_and_waits
     assert assigned(finish, "e") == []
 
 
-def test_what_it_let_go_of_goes_on_elsewhere_from_where_it_had_come() -> None:
-    stage = beside()
-    finish_on(stage, "a", 4)
-    name = stage.running("e")[0]
-    resume, kv = Resume(tokens=40, partition=0, offset=3), Blob(sha256="e" * 64, bytes=100)
-    stage.tell(records.released(stage.placed[name], resume, kv))
-    (request,) = (request for request in placed_by(stage.plan()) if request.trajectory == name)
-    assert (request.worker, request.attempt, request.resume, request.kv) == ("a", 2, resume, kv)
-    assert stage.state.requests[name].moves == 0
-
-
 def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
     stage = beside()
     finish_on(stage, "a", 4)
@@ -108,23 +94,6 @@ def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
         apply_decision(stage.state, wake)
     stage.commit()
     assert assigned(stage.plan(), "e") == [1]
-
-
-def test_what_cannot_move_is_finished_and_waited_for() -> None:
-    stage = beside(moves=False)
-    finish = finish_on(stage, "a", 4)
-    assert assigned(finish, "e") == [NO_VERSION]
-    assert not any(isinstance(decision, Migrate) for decision in finish)
-    assert not any(isinstance(decision, TakeBatch) for decision in finish_on(stage, "e", 3))
-    finish_on(stage, "e", 1)
-    assert any(isinstance(sleep, TakeBatch) for sleep in sleeps(stage))
-
-
-def test_a_lost_colocated_worker_is_not_waited_for() -> None:
-    stage = beside()
-    finish_on(stage, "a", 4)
-    stage.lose("e")
-    assert any(isinstance(decision, TakeBatch) for decision in stage.plan())
 
 
 def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:

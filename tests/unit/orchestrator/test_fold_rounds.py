@@ -78,14 +78,6 @@ def fold(log: Logged) -> State:
     return state
 
 
-def test_log_folds_to_the_state_that_wrote_it() -> None:
-    stage = whole_run()
-    state = fold(stage.log)
-    assert state.digest() == stage.state.digest()
-    assert state.chain == stage.state.chain
-    assert state.done
-
-
 def test_every_sixty_fourth_round_carries_the_digest_of_the_state() -> None:
     stage = Recorder()
     for _ in range(130):

@@ -26,18 +26,6 @@ def commit_of(stage: Stage) -> StepCommitted:
     return records.committed(stage.batch.step, stage.batch.groups, attempt=stage.batch.attempt)
 
 
-def test_training_to_committed_makes_the_next_version() -> None:
-    stage = in_training()
-    assert stage.state.standing().step == 1
-    stage.commit()
-    state = stage.state
-    assert (state.version, state.training, state.attempt) == (1, None, 1)
-    assert state.policies[1] == records.weights(1)
-    assert state.counters.outcomes == {"trained": 2}
-    assert state.counters.staleness == {0: 2}
-    assert not {"g0000000000", "g0000000001"} & state.groups.keys()
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -71,25 +59,6 @@ def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
     assert stage.state.version == 1
 
 
-def test_training_to_refused_returns_the_innocent_with_their_deadlines() -> None:
-    stage = in_training()
-    rest = {name for name, group in stage.state.groups.items() if group.phase == "generating"}
-    stage.tell(records.refused(0, ["g0000000001"]))
-    state = stage.state
-    assert (state.training, state.attempt) == (None, 2)
-    assert state.groups["g0000000000"].phase == "finished"
-    assert sum(state.deadlines.values()) == 1 + len(rest)
-    ends = [decision for decision in stage.settle() if isinstance(decision, End)]
-    assert [(end.group, end.outcome) for end in ends] == [("g0000000001", "failed")]
-    assert "unreadable: test" in ends[0].reason
-    stage.finish_all()
-    assert stage.batch is not None
-    assert (stage.batch.step, stage.batch.attempt) == (0, 2)
-    assert "g0000000000" in {group.group for group in stage.batch.groups}
-    stage.commit()
-    assert (state.version, state.attempt) == (1, 1)
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -120,12 +89,3 @@ def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:
     taken = [decision for decision in stage.decided if isinstance(decision, TakeBatch)]
     assert [(decision.step, decision.attempt) for decision in taken] == [(0, 1), (0, 2)]
     assert not {g.group for g in taken[0].groups} & {g.group for g in taken[1].groups}
-
-
-def test_a_restarted_trainer_finds_its_batch_in_training_still() -> None:
-    stage = in_training()
-    stage.tell(records.role_started("trainer", 4))
-    assert stage.state.training is not None
-    assert stage.plan() == []
-    stage.tell(records.role_started("trainer", 4))
-    assert stage.state.counters.rejected == 1

@@ -9,7 +9,6 @@ import pytest
 from dora_pipe.core.pure.machine import CaughtUp, Now, Outputs
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator import planner
-from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import Resume
@@ -20,9 +19,7 @@ from dora_pipe.schemas.rounds import (
     Fence,
     LeaseExpired,
     PlanPeriod,
-    Progressed,
     Round,
-    StopRun,
     decode_round,
 )
 from dora_pipe.schemas.topics import Topics
@@ -132,33 +129,6 @@ def test_nothing_is_decided_before_the_log_is_read_but_rounds_are_written() -> N
     assert [type(decision) for decision in bench.rounds[1].decisions] == [Assign]
 
 
-def test_rounds_fold_to_the_machines_own_state() -> None:
-    bench = Bench(run__steps=1, rollout__prompts_per_step=1)
-    bench.serving()
-    for _ in range(2):
-        for request in placed_by(bench.rounds[-1].decisions):
-            bench.turn(bench.fact(records.logged(request)))
-    training = bench.machine.state.training
-    assert training is not None
-    groups = next(
-        decision
-        for r in bench.rounds
-        for decision in r.decisions
-        if decision.reason.endswith("first")
-    )
-    bench.turn(bench.fact(records.committed(0, groups.groups)))  # type: ignore[union-attr]
-    assert bench.machine.finished
-    assert isinstance(bench.rounds[-1].decisions[-1], StopRun)
-    state = State()
-    for round_ in bench.rounds:
-        below = [
-            entry for entry in bench.control if state.control_next <= entry[0] < round_.control_next
-        ]
-        fold_round(state, round_, below)
-    assert state.digest() == bench.machine.state.digest()
-    assert bench.rounds[-1].state_digest == state.digest()
-
-
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
     bench = Bench(rollout__prompts_per_step=8)
@@ -169,26 +139,6 @@ def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch
     while bench.machine.wake_at() == 0:
         bench.react()
     assert len(bench.machine.state.workers["w0"].requests) == 16
-
-
-def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewhere() -> None:
-    bench = Bench()
-    silent, living = bench.serving("w0"), bench.serving("w1", slots=8)
-    lost = sorted(bench.machine.state.workers["w0"].requests)
-    resume = Resume(tokens=30, partition=0, offset=8)
-    progress = {lost[1].replace("-", "_"): resume}
-    bench.turn(bench.status("w0", silent, **progress))
-    assert bench.wait(4.5, bench.status("w1", living)) == []
-    result = bench.wait(1, bench.status("w1", living))
-    assert result[:3] == [
-        LeaseExpired(worker="w0", incarnation=silent),
-        Progressed(trajectory=lost[1], resume=resume),
-        Fence(worker="w0", incarnation=silent, reason=result[2].reason),
-    ]
-    placed = {request.trajectory: request for request in placed_by(result)}
-    assert placed.keys() == set(lost)
-    assert (placed[lost[1]].resume, placed[lost[0]].resume) == (resume, None)
-    assert {request.worker for request in placed.values()} == {"w1"}
 
 
 @pytest.mark.parametrize("name", ["wörker", "x" * 600, "trainer"])

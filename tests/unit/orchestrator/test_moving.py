@@ -95,56 +95,6 @@ def test_request_that_moves_is_not_moved_again_until_it_has_rested_and_boundedly
     assert len(moves_of(stage.plan())) == 2
 
 
-def test_source_that_dies_before_it_lets_go_loses_nothing() -> None:
-    stage = two_half_empty(slots=5)
-    moving = [move.trajectory for move in moves_of(stage.plan())]
-    stage.lose("b")
-    again = placed_by(stage.plan())
-    assert sorted(decision.trajectory for decision in again) == moving
-    assert {decision.worker for decision in again} == {"a"}
-    assert stage.state.workers["a"].arriving == 0
-    assert all(stage.state.requests[name].faults == 1 for name in moving)
-
-
-def test_request_whose_destination_died_goes_to_any_host_of_its_version() -> None:
-    stage = two_half_empty(slots=5)
-    first, second = moves_of(stage.plan())
-    stage.lose("a")
-    stage.plan()
-    stage.release(first.trajectory)
-    (request,) = [
-        request for request in placed_by(stage.plan()) if request.trajectory == first.trajectory
-    ]
-    assert request.worker == "b"
-    stage.release(second.trajectory)
-    stage.settle()
-    assert stage.state.released == {}
-    assert second.trajectory in stage.running("b")
-
-
-def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
-    stage = Stage(**MANY).begin()
-    stage.join("a", slots=20, moves=True)
-    stage.join("b", slots=5, moves=True)
-    stage.settle()
-    stage.tell(records.command("pause"))
-    for name in stage.running("a")[:3]:
-        stage.finish(name)
-    had = stage.running("b")
-    stage.tell(records.command("drain", worker="b"))
-    moves = moves_of(stage.plan())
-    assert [move.trajectory for move in moves] == had
-    assert {decision.to for decision in moves} == {"a"}
-    assert "b is drained" in moves[0].reason
-    for name in had:
-        stage.release(name)
-    stage.plan()
-    assert set(had) <= set(stage.running("a"))
-    incarnation = stage.state.workers["b"].incarnation
-    stage.tell(records.left("b", incarnation))
-    assert stage.state.counters.requeued == 0, "nothing was lost"
-
-
 def pressed(stage: Stage, name: str, used: int) -> list[AnyDecision]:
     incarnation = stage.state.workers[name].incarnation
     apply_observation(
@@ -215,41 +165,3 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
     assert before.digest() == digest
     with pytest.raises(InvariantBroken, match="is already moving"):
         apply_decision(stage.state, first)
-
-
-def test_moves_free_a_worker_for_the_newest_version() -> None:
-    stage = Stage(**{**MANY, "staleness__async_batches": 12.0}).begin()
-    stage.join("w0", moves=True)
-    stage.join("w1", moves=True)
-    stage.settle()
-    for name in [*stage.running("w1")[:3], stage.running("w0")[0]]:
-        stage.tell(records.command("pause"))
-        stage.finish(name)
-    stage.plan()
-    stage.commit()
-    stage.join("w2", moves=True)
-    stage.tell(records.command("resume"))
-    stage.settle()
-    stage.later(100)
-    stage.tell(records.command("pause"))
-    stage.plan()
-    stage.commit()
-    stage.tell(records.command("set", staleness__async_batches=18.0))
-    stage.tell(records.command("resume"))
-    loads = {name: worker.load for name, worker in stage.state.workers.items()}
-    assert loads == {"w0": 3, "w1": 1, "w2": 4} and stage.state.version == 2
-    (move,) = moves_of(stage.plan())
-    assert (move.worker, move.to) == ("w1", "w0")
-    apply_observation(stage.state, PlanPeriod())
-    assert stage.plan() == []
-    stage.release(move.trajectory)
-    request, assigned = stage.plan()
-    assert isinstance(assigned, Assign)
-    assert placed_by([request])[0].worker == "w0"
-    stage.load()
-    stage.plan()
-    assert {name: worker.load for name, worker in stage.state.workers.items()} == {
-        "w0": 4,
-        "w1": 4,
-        "w2": 4,
-    }

@@ -15,7 +15,6 @@ from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import AnyDecision, OffEngine
 from dora_pipe.schemas.wire import encode
 from tests.support.orchestrator_stage import Stage
-from tests.support.singly import placed as placed_by
 from tests.unit.orchestrator.test_machine import TOPICS, Bench
 
 MANY: dict[str, Any] = {
@@ -27,7 +26,7 @@ MANY: dict[str, Any] = {
 }
 
 
-def observed(stage: Stage, name: str, requests: int) -> list[AnyDecision]:
+def plan_after_off_engine(stage: Stage, name: str, requests: int) -> list[AnyDecision]:
     incarnation = stage.state.workers[name].incarnation
     apply_observation(
         stage.state, OffEngine(worker=name, incarnation=incarnation, requests=requests)
@@ -35,35 +34,11 @@ def observed(stage: Stage, name: str, requests: int) -> list[AnyDecision]:
     return stage.plan()
 
 
-def test_what_needs_no_slot_makes_room_for_others() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4, prefetch=2)
-    assert len(stage.running("a")) == 6
-    result = observed(stage, "a", 3)
-    assert len(placed_by(result)) == 3
-    worker = stage.state.workers["a"]
-    assert (len(worker.requests), worker.load, worker.room) == (9, 6, 0)
-    assert stage.plan() == []
-
-
-def test_who_ends_did_not_need_a_slot_and_the_next_observation_is_exact() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4, prefetch=2)
-    observed(stage, "a", 3)
-    worker = stage.state.workers["a"]
-    for name in stage.running("a")[:5]:
-        stage.finish(name)
-        assert worker.off_engine <= len(worker.requests)
-    assert (worker.off_engine, len(worker.requests), worker.room) == (0, 4, 2)
-    observed(stage, "a", 0)
-    assert worker.room == 0
-
-
 def test_however_many_need_no_slot_there_is_a_most_that_a_worker_has() -> None:
     stage = Stage(**MANY).begin()
     stage.worker("a", slots=4, prefetch=1)
     for _ in range(9):
-        observed(stage, "a", 1000)
+        plan_after_off_engine(stage, "a", 1000)
     worker = stage.state.workers["a"]
     assert len(worker.requests) == OPEN_TIMES * 5 and not worker.open
     assert worker.free == 0, "slots that nobody may be given are not free"
@@ -110,17 +85,21 @@ def status(bench: Bench, incarnation: int, off_engine: int) -> Record:
     return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(metrics))
 
 
-def seen(result: list[Any]) -> list[int]:
+def off_engine_counts(result: list[Any]) -> list[int]:
     return [engine.requests for engine in result if isinstance(engine, OffEngine)]
 
 
 def test_a_status_is_observed_when_it_says_another_number_and_once() -> None:
     bench = Bench(**MANY)
     incarnation = bench.serving(slots=4)
-    assert seen(bench.turn(status(bench, incarnation, 0))) == []
-    assert seen(bench.turn(status(bench, incarnation, 3), status(bench, incarnation, 2))) == [2]
+    assert off_engine_counts(bench.turn(status(bench, incarnation, 0))) == []
+    assert off_engine_counts(
+        bench.turn(status(bench, incarnation, 3), status(bench, incarnation, 2))
+    ) == [2]
     rounds = len(bench.rounds)
-    assert seen(bench.turn(status(bench, incarnation, 2))) == []
+    assert off_engine_counts(bench.turn(status(bench, incarnation, 2))) == []
     assert len(bench.rounds) == rounds, "what is known already makes no round"
-    assert seen(bench.turn(status(bench, incarnation, 0))) == [0]
-    assert seen(bench.turn(status(bench, incarnation - 1, 3))) == [], "of another incarnation"
+    assert off_engine_counts(bench.turn(status(bench, incarnation, 0))) == [0]
+    assert off_engine_counts(bench.turn(status(bench, incarnation - 1, 3))) == [], (
+        "of another incarnation"
+    )

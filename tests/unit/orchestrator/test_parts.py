@@ -40,31 +40,6 @@ def finish(stage: Stage, *ordinals: int) -> list[TakePart | TakeBatch]:
     return taken
 
 
-def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> None:
-    stage = running()
-    first, second, third, batch = finish(stage, 6, 1, 3, 0)
-    assert [type(event) for event in (first, second, third)] == [TakePart] * 3
-    assert isinstance(batch, TakeBatch)
-    assert [group.group for group in batch.groups] == [name(6), name(1), name(3), name(0)]
-    assert batch.parts == (1, 1, 1)
-    assert first.settings == batch.settings
-    stage.commit()
-    assert stage.state.version == 1
-    assert stage.state.counters.outcomes == {"trained": 4}
-
-
-def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
-    stage = running()
-    finish(stage, 0, 1, 2, 3)
-    stage.commit()
-    stage.worker("w1", slots=8)
-    due = [group for group in stage.state.groups.values() if group.spec.deadline == 1]
-    assert len(due) == 4
-    assert not finish(stage, 8, 9), "all four places of step 1 belong to those due at it"
-    (part,) = finish(stage, due[1].spec.ordinal)
-    assert [group.group for group in part.groups] == [due[1].spec.group]
-
-
 def in_training(**changes: Any) -> tuple[Stage, TakePart]:
     stage = running(**changes)
     finish(stage, 0, 1, 2, 3)
@@ -72,20 +47,6 @@ def in_training(**changes: Any) -> tuple[Stage, TakePart]:
     (part,) = finish(stage, 4)
     assert isinstance(part, TakePart)
     return stage, part
-
-
-def test_first_part_of_the_next_step_alone_is_taken_while_one_trains() -> None:
-    stage, part = in_training()
-    assert (part.step, part.attempt, part.part) == (1, 1, 0)
-    assert part.groups[0].group == name(4)
-    assert not finish(stage, 5)
-    stage.commit()
-    (second,) = [part for part in stage.settle() if isinstance(part, TakePart)]
-    assert (second.step, second.attempt, second.part) == (1, 1, 1)
-    *_, batch = finish(stage, 6, 7)
-    assert isinstance(batch, TakeBatch)
-    assert batch.parts == (1, 1, 1)
-    assert [group.group for group in batch.groups] == [name(4), name(5), name(6), name(7)]
 
 
 @pytest.mark.parametrize("how", ["refused", "fail-batch", "set"])

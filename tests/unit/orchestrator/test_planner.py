@@ -9,7 +9,6 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner import decide, may_still_admit, plan
 from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -18,7 +17,6 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     End,
     Schedule,
-    StopRun,
     TakeBatch,
 )
 from tests.support import orchestrator_records as records
@@ -34,16 +32,6 @@ def kinds(decisions: list[AnyDecision]) -> list[str]:
 def specs(stage: Stage, purpose: str = "train") -> list[Any]:
     specs = [decision.spec for decision in stage.decided if isinstance(decision, Dispatch)]
     return [spec for spec in specs if spec.purpose == purpose]
-
-
-def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
-    stage = Stage().begin()
-    stage.join("w0", slots=4)
-    assert kinds(stage.plan()) == ["Assign"]
-    assert stage.plan() == [], "a loading worker gets nothing"
-    stage.load()
-    decisions = stage.plan()
-    assert [type(decision) for decision in decisions] == [Dispatch, Schedule, Dispatch, Schedule]
 
 
 def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
@@ -68,71 +56,6 @@ def test_a_group_is_admitted_for_one_free_slot_and_its_samples_queue() -> None:
     placed = [request.trajectory for request in placed_by(stage.plan())]
     assert placed == ["g0000000000-001"], "queued trajectories go before new groups"
     assert len(specs(stage)) == 1
-
-
-def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
-    stage = Stage(run__steps=2, rollout__prompts_per_step=2, staleness__max_staleness=1).begin()
-    stage.worker("w0", slots=100)
-    assert len(specs(stage)) == 4
-    assert may_still_admit(stage.state) == 0
-    stage.finish_all()
-    stage.commit()
-    stage.settle()
-    stage.finish_all()
-    assert len(specs(stage)) == 4, "two steps train four groups"
-    stage.commit()
-    assert [type(event) for event in stage.settle()] == [StopRun]
-
-
-def test_order_inside_a_plan() -> None:
-    stage = Stage(
-        rollout__prompts_per_step=1, rollout__group_size=2, rollout__filter_zero_advantage=True
-    ).begin()
-    stage.worker("w0", slots=4)
-    stage.join("w1", slots=4)
-    stage.finish("g0000000000-000", reward=1.0)
-    stage.finish("g0000000000-001", reward=0.0)
-    for name in ("g0000000001-000", "g0000000001-001"):
-        stage.finish(name)
-    assert kinds(stage.plan()) == ["End", "TakeBatch", "Dispatch", "Schedule"]
-    stage.commit()
-    assert kinds(stage.plan()) == ["Assign"]
-
-
-def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
-    stage = Stage(
-        rollout__prompts_per_step=1, rollout__group_size=3, rollout__min_valid_trajectories=1
-    ).begin()
-    stage.worker("w0", slots=3)
-    stage.finish("g0000000000-002")
-    stage.finish("g0000000000-000", reward=None)
-    stage.tell(records.failed(stage.placed["g0000000000-001"], retryable=False))
-    (batch,) = [decision for decision in stage.plan() if isinstance(decision, TakeBatch)]
-    (group,) = batch.groups
-    assert (group.group, group.version, group.deadline) == ("g0000000000", 0, 1)
-    listed = [
-        (trajectory.trajectory, trajectory.attempt, trajectory.incarnation)
-        for trajectory in group.trajectories
-    ]
-    incarnation = stage.state.workers["w0"].incarnation
-    assert listed == [("g0000000000-000", 1, incarnation), ("g0000000000-002", 1, incarnation)]
-    assert [trajectory.partition for trajectory in group.trajectories] == [0, 0]
-    assert (batch.step, batch.attempt) == (0, 1)
-
-
-def test_batches_are_taken_by_deadline_and_the_trainer_waits_for_what_is_due() -> None:
-    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
-    stage.worker("w0", slots=1)
-    stage.worker("w1", slots=1)
-    stage.finish("g0000000000-000")
-    stage.settle()
-    stage.commit()
-    stage.settle()
-    stage.finish("g0000000002-000")
-    assert not [decision for decision in stage.settle() if isinstance(decision, TakeBatch)]
-    stage.finish("g0000000001-000")
-    (batch,) = [decision for decision in stage.settle() if isinstance(decision, TakeBatch)]
-    assert [group.group for group in batch.groups] == ["g0000000001"]
 
 
 def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp() -> None:
@@ -201,24 +124,6 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     stage.finish_all()
     assert stage.state.done
     assert stage.state.counters.outcomes == {"evaluated": 4, "trained": 2}
-
-
-def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
-    stage = Stage().begin()
-    stage.join("w0")
-    stage.plan()
-    stage.load()
-    before = stage.state.digest()
-    planned = plan(stage.state)
-    assert planned
-    assert stage.state.digest() == before
-    other = stage.copy()
-    for decision in planned:
-        apply_decision(other, decision)
-    other.trigger = ""  # The trigger of a plan may differ.
-    assert tuple(decide(stage.state)) == planned
-    assert other.digest() == stage.state.digest()
-    assert plan(stage.state) == ()
 
 
 def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:

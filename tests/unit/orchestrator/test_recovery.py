@@ -10,11 +10,10 @@ from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.core.errors import Fenced, InvariantBroken, LogTruncated, SchemaError, UsageError
 from dora_pipe.core.pure.records import Append, TopicPartition
-from dora_pipe.orchestrator.process.recovery import fold_log, read_rounds, recover
+from dora_pipe.orchestrator.process.recovery import fold_log, recover
 from dora_pipe.orchestrator.process.role import Instance, run_orchestrator
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RoleStarted, RunStarted, decode_control
-from dora_pipe.schemas.rounds import StopRun
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
@@ -33,20 +32,6 @@ def finished_world(**chances: Any) -> World:
     world.run(seconds=3000)
     assert world.machine.state.done
     return world
-
-
-def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
-    world = finished_world(crash=0.05, failure=0.05, invalid=0.05, refusal=0.1)
-    recovery = recover(world.bus, world.topics)
-    assert recovery.state.digest() == world.machine.state.digest()
-    assert recovery.state.chain == world.machine.state.chain
-    assert recovery.control_next == world.machine.state.control_next
-    assert recovery.incarnation == 0
-    rounds = list(read_rounds(world.bus, world.topics))
-    assert [logged_round.round.ordinal for logged_round in rounds] == list(
-        range(recovery.state.rounds)
-    )
-    assert isinstance(rounds[-1].round.decisions[-1], StopRun)
 
 
 def test_folding_stops_where_a_round_was_changed() -> None:

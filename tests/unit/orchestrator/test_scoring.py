@@ -8,7 +8,6 @@ import pytest
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import plan
-from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.rounds import End, ScoreGroup
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
@@ -23,7 +22,7 @@ def stage_of(*workers: str, **changes: object) -> Stage:
     return stage
 
 
-def asked(stage: Stage, group: str = G0) -> ScoreGroup:
+def last_question(stage: Stage, group: str = G0) -> ScoreGroup:
     decided = (group for group in reversed(stage.decided) if isinstance(group, ScoreGroup))
     return next(decision for decision in decided if decision.spec.group == group)
 
@@ -32,7 +31,7 @@ def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGrou
     for sample, reward in enumerate(rewards or (1.0, 1.0)):
         stage.finish(f"{group}-{sample:03}", reward=reward)
     stage.settle()
-    return asked(stage, group)
+    return last_question(stage, group)
 
 
 def ended(stage: Stage, group: str = G0) -> End:
@@ -47,7 +46,7 @@ def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot
     assert not stage.state.scoring
     stage.finish(f"{G0}-001")
     stage.settle()
-    question = asked(stage)
+    question = last_question(stage)
     group = stage.state.groups[G0]
     assert (group.phase, question.attempt, question.worker) == ("scoring", 1, "w0")
     assert [trajectory.trajectory for trajectory in question.trajectories] == [
@@ -56,17 +55,6 @@ def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot
     ]
     assert not [name for name in stage.state.workers["w0"].requests if name.startswith(G0)]
     assert plan(stage.state) == ()
-
-
-def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
-    stage = stage_of(rollout__prompts_per_step=1)
-    stage.tell(records.scored(complete(stage), (1.5, 0.5)))
-    stage.settle()
-    assert stage.batch is not None
-    (taken,) = stage.batch.groups
-    assert taken.rewards == {f"{G0}-000": 1.5, f"{G0}-001": 0.5}
-    assert stage.state.training is not None
-    assert stage.state.training.digest == batch_digest(stage.batch.groups)
 
 
 @pytest.mark.parametrize(
@@ -93,31 +81,10 @@ def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_grou
         assert question.attempt == attempt
         stage.tell(records.scored(question, error="Retry: busy", retryable=True))
         stage.settle()
-        question = asked(stage)
+        question = last_question(stage)
     assert question.attempt == 3
     assert ended(stage).outcome == "failed"
     assert G0 not in stage.state.scoring
-
-
-@pytest.mark.parametrize("orderly", [True, False])
-def test_a_worker_that_goes_is_replaced_and_only_its_loss_counts(orderly: bool) -> None:
-    stage = stage_of("w0", "w1")
-    first = complete(stage)
-    if orderly:
-        stage.tell(records.left(first.worker, first.incarnation))
-    else:
-        stage.lose(first.worker)
-    stage.settle()
-    again = asked(stage)
-    assert (again.attempt, again.worker != first.worker) == (2, True)
-    assert stage.state.scoring[G0].faults == (not orderly)
-    stage.tell(records.scored(first, (9.0, 9.0)))
-    assert stage.state.groups[G0].phase == "scoring"
-    stage.tell(records.scored(again, (1.5, 0.5)))
-    assert stage.state.groups[G0].taken().rewards[f"{G0}-000"] == 1.5
-    stage.tell(records.scored(again, (7.0, 7.0)))
-    assert stage.state.groups[G0].taken().rewards[f"{G0}-000"] == 1.5
-    assert stage.state.counters.superseded == 1
 
 
 def test_an_answer_about_other_samples_or_without_bounds_is_rejected() -> None:

@@ -4,45 +4,12 @@ from __future__ import annotations
 
 from dora_pipe.orchestrator import serving
 from dora_pipe.orchestrator.planner import may_still_admit
-from dora_pipe.schemas.rounds import Assign
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
 
 def targets(stage: Stage) -> dict[str, int]:
     return {name: entry.target for name, entry in sorted(stage.state.workers.items())}
-
-
-def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
-    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
-    stage.worker("w0", slots=2)
-    assert stage.running() == ["g0000000000-000", "g0000000001-000"]
-    stage.finish("g0000000000-000")
-    stage.settle()
-    stage.commit()
-    stage.settle()
-    assert targets(stage) == {"w0": 0}, "one request of version 0 runs on"
-    assert stage.state.workers["w0"].room == 1, "and nothing new is given to it meanwhile"
-    stage.finish("g0000000001-000")
-    assigned = [decision for decision in stage.plan() if isinstance(decision, Assign)]
-    assert [(decision.worker, decision.version, decision.digest) for decision in assigned] == [
-        ("w0", 1, records.weights(1))
-    ]
-
-
-def test_orphaned_version_gets_a_free_worker_before_new_work() -> None:
-    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
-    stage.worker("w0", slots=2)
-    stage.finish("g0000000000-000")
-    stage.settle()
-    stage.commit()
-    stage.settle()
-    stage.join("w1", slots=2)
-    stage.lose("w0")
-    decisions = stage.plan()
-    assigned = [decision for decision in decisions if isinstance(decision, Assign)]
-    assert [(decision.worker, decision.version) for decision in assigned] == [("w1", 0)]
-    assert "no host" in assigned[0].reason
 
 
 def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import Cancel, End, EndSamples, GroupExpired, ScoreGroup, TakeBatch
+from dora_pipe.schemas.rounds import End, EndSamples, GroupExpired, ScoreGroup
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -58,46 +58,6 @@ def test_a_group_is_dispatched_with_its_spare_samples_and_an_evaluation_without(
     assert (evaluation.spec.size, evaluation.spec.redundancy) == (1, 0)
 
 
-def test_it_is_complete_with_its_first_valid_samples_and_the_rest_is_cancelled() -> None:
-    stage = stage_of()
-    stage.finish(name(2))
-    assert stage.plan() == []
-    stage.finish(name(0))
-    decided = stage.plan()
-    kinds = [type(decision) for decision in decided]
-    assert kinds[:3] == [Cancel, EndSamples, TakeBatch]
-    cancelled, ended = decided[0], decided[1]
-    assert isinstance(cancelled, Cancel) and isinstance(ended, EndSamples)
-    assert cancelled.trajectory == name(1)
-    assert (ended.group, ended.samples, ended.outcome) == (G0, (1,), "redundant")
-    assert taken(stage) == [name(0), name(2)]
-    assert not [request for request in stage.state.requests if request.startswith(G0)]
-    assert not stage.state.redundant
-
-
-def test_an_invalid_sample_is_replaced_by_the_spare_one_and_is_kept() -> None:
-    stage = stage_of(slots=3)
-    stage.finish(name(0), reward=None)
-    stage.finish(name(1))
-    assert stage.plan() == []
-    stage.finish(name(2))
-    stage.plan()
-    assert taken(stage) == [name(0), name(1), name(2)]
-    assert ends(stage) == []
-
-
-def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:
-    stage = stage_of()
-    stage.finish(name(0), reward=None)
-    assert stage.state.groups[G0].phase == "generating"
-    stage.finish(name(1), reward=None)
-    verdict = stage.state.groups[G0].verdict
-    assert verdict is not None
-    assert (verdict.outcome, verdict.why) == ("failed", "2 of 3 trajectories are not valid")
-    stage.plan()
-    assert ends(stage) == []
-
-
 def test_those_that_count_are_scored_together() -> None:
     stage = stage_of(together=("train",))
     stage.finish(name(0))
@@ -112,18 +72,6 @@ def test_those_that_count_are_scored_together() -> None:
     assert taken(stage) == [name(0), name(2)]
     assert stage.batch is not None
     assert stage.batch.groups[0].rewards == {name(0): 1.5, name(2): 0.5}
-
-
-def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
-    stage = stage_of(
-        rollout__group_redundancy=0, rollout__group_size=3, rollout__group_timeout_s=60.0
-    )
-    stage.finish(name(0))
-    stage.finish(name(2))
-    expire(stage)
-    stage.plan()
-    assert [(end.samples, end.outcome) for end in ends(stage)] == [((1,), "expired")]
-    assert taken(stage) == [name(0), name(2)]
 
 
 def test_a_group_whose_time_is_over_fails_with_too_few() -> None:

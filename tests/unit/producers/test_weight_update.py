@@ -9,10 +9,9 @@ import msgspec
 
 from dora_pipe.producers.worker.resume import chain_error
 from dora_pipe.producers.worker.sequence import TokenSequence
-from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerLeft, WorkerReady
-from dora_pipe.schemas.trajectory import Progress, Segment, mixing_error
-from dora_pipe.schemas.trajectory_codec import decode_progress
-from tests.support.worker import TOPICS, Worker, World, digest_of
+from dora_pipe.schemas.control import RequestFailed
+from dora_pipe.schemas.trajectory import Progress, Segment
+from tests.support.worker import Worker, World, digest_of
 
 # Sequences
 
@@ -107,60 +106,6 @@ def start(version: int = 0, **changes: Any) -> tuple[World, Worker]:
     return world, world.start(version, partial_rollout=True, max_tokens=200, **changes)
 
 
-def loaded(world: World, worker: Worker, version: int) -> None:
-    world.decide(world.assign(worker, version))
-    world.until(worker, lambda: worker.machine.served.version == version)
-
-
-def test_running_request_goes_on_under_every_version_that_is_loaded() -> None:
-    world, worker = start()
-    world.decide(world.place(worker, 0))
-    world.ticks(worker, 20)
-    loaded(world, worker, 1)
-    world.ticks(worker, 20)
-    loaded(world, worker, 2)
-    world.until_idle(worker)
-    (trajectory,) = world.trajectories().values()
-    assert (trajectory.version, trajectory.digest) == (0, digest_of(0))
-    assert trajectory.versions == [0, 1, 2]
-    assert trajectory.sampled == LONG
-    assert [(each.version, each.digest) for each in trajectory.meta.weights] == [
-        (1, digest_of(1)),
-        (2, digest_of(2)),
-    ]
-    assert mixing_error(trajectory, 2) == ""
-    starts = [part.start for part in trajectory.segments if part.kind == "model"]
-    assert list(trajectory.meta.prefills) == starts
-    (fact,) = world.facts(TrajectoryLogged)
-    assert (fact.version, fact.digest) == (0, digest_of(0)), "it is reported as dispatched"
-    assert [ready.version for ready in world.facts(WorkerReady)] == [0, 1, 2]
-
-
-def test_worker_of_a_run_that_does_not_mix_versions_finishes_first() -> None:
-    world = World(lengths=lambda seed, turn: LONG)
-    worker = world.start()
-    world.decide(world.place(worker, 0))
-    world.ticks(worker, 20)
-    loaded(world, worker, 1)
-    world.until_idle(worker)
-    (trajectory,) = world.trajectories().values()
-    assert (trajectory.versions, trajectory.meta.weights) == ([0], ())
-
-
-def test_evaluation_is_finished_before_the_next_version_is_loaded() -> None:
-    world, worker = start()
-    world.decide(world.place(worker, 1, purpose="eval"))
-    world.ticks(worker, 20)
-    world.decide(world.place(worker, 0))
-    world.ticks(worker, 10)
-    loaded(world, worker, 1)
-    world.until_idle(worker)
-    results = {
-        trajectory.meta.purpose: trajectory.versions for trajectory in world.trajectories().values()
-    }
-    assert results == {"eval": [0], "train": [0, 1]}
-
-
 def test_placement_under_an_older_version_is_taken_and_under_a_newer_one_refused() -> None:
     world, worker = start(version=2)
     world.decide(
@@ -183,32 +128,3 @@ def test_placement_with_other_weights_of_the_present_version_is_refused() -> Non
     world.ticks(worker, 4)
     (failure,) = world.facts(RequestFailed)
     assert failure.error == "OtherVersion"
-
-
-def test_request_that_leaves_its_worker_goes_on_elsewhere_from_a_chain_of_versions() -> None:
-    world, worker = start()
-    request = world.place(worker, 0)
-    world.decide(request)
-    world.ticks(worker, 20)
-    loaded(world, worker, 1)
-    world.ticks(worker, 20)
-    world.stop(worker)
-    (fact,) = world.facts(WorkerLeft)
-    resume = fact.progress[request.trajectory]
-    progress = [decode_progress(record.value) for record in world.records(TOPICS.progress)]
-    assert [entry.version for entry in progress] == sorted(entry.version for entry in progress)
-    assert {entry.version for entry in progress} == {0, 1}
-    assert all(entry.digest == digest_of(entry.version) for entry in progress)
-    assert all(
-        point < 2 + progress.start + len(progress.token_ids)
-        for progress in progress
-        for point in progress.prefills
-    )
-    other = world.start(2, worker="w1", partial_rollout=True, max_tokens=200)
-    world.decide(world.place(other, 0, attempt=2, resume=resume))
-    world.until_idle(other)
-    (trajectory,) = world.trajectories().values()
-    assert trajectory.versions == [0, 1, 2]
-    assert [part.worker for part in trajectory.segments] == ["", "w0", "w0", "w1"]
-    assert [each.version for each in trajectory.meta.weights] == [1, 2]
-    assert trajectory.sampled == LONG

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,18 +13,15 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.cli.main import EXIT_INTERRUPTED
-from dora_pipe.cli.output import emit_json, emit_table
 from dora_pipe.config.describe import dump_toml, toml
 from dora_pipe.config.load import load_config
 from dora_pipe.core.pure.records import Append
-from dora_pipe.core.system.console import speak
 from dora_pipe.launch.examples import example_file
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
-TEXT = "na\u00efve \u2192 \U0001f600 \udc80"
 LIMIT_S = 60
 RUN_MAIN = "from dora_pipe.cli.main import main; main()"
 
@@ -42,21 +38,6 @@ sys.meta_path.insert(0, Interrupt())
 from dora_pipe.cli.main import main
 main()
 """
-
-
-def test_text_that_an_encoding_has_no_bytes_for_is_written_as_an_escape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    raw = io.BytesIO()
-    ascii_alone = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", ascii_alone)
-    speak()
-    emit_table(("who",), [(TEXT,)], title=TEXT)
-    emit_json({"who": TEXT})
-    assert raw.getvalue().isascii()
-    *_, last = raw.getvalue().decode().splitlines()
-    assert json.loads(last) == {"who": TEXT}
-    assert raw.getvalue().count(rb"na\xefve") == 2
 
 
 HOSTILE = "\x1b[31m\x9b31m\x07\u202e na\u00efve \U0001f600"

@@ -12,7 +12,6 @@ import pytest
 
 from dora_pipe.cli.show import (
     METRICS,
-    print_description,
     print_evaluations,
     print_step,
     shown_evaluations,
@@ -20,8 +19,6 @@ from dora_pipe.cli.show import (
 from dora_pipe.ledger.evaluations import Evaluated, Interval
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
-
-ID = re.compile(r"[0-9a-f]{64}|[ge]\d{10}(?:-\d{3})?")
 
 
 @pytest.fixture
@@ -74,21 +71,6 @@ def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
     assert "\ntrace\n" in everything
 
 
-@pytest.mark.parametrize("expected", ["3", "g0000000010", "g0000000010-001"])
-@pytest.mark.parametrize("columns", ["60", "80", "120"])
-def test_no_identifier_is_folded_or_cut(
-    expected: str, columns: str, recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    matches = set(ID.findall(call("show", recorded.directory, expected, "--json")[1]))
-    _, out, _ = call("show", recorded.directory, expected, "--all")
-    words = set(re.findall(r"[0-9a-f]{9,}", out))
-    assert words
-    for word in words:
-        if re.fullmatch(r"[0-9a-f]*[a-f][0-9a-f]*", word) and len(word) > 12:
-            assert word in matches, word
-
-
 @pytest.mark.parametrize("columns", ["80", "120"])
 @pytest.mark.parametrize("count", [8, 32, 512])
 def test_a_step_of_any_size_fits_the_screen(
@@ -133,28 +115,6 @@ def _step(count: int, *, versions: int) -> dict[str, Any]:
         "groups": groups,
         "trajectories": rows,
     }
-
-
-def test_what_a_model_sampled_does_not_steer_the_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    hostile = "\x1b[2J\x9b31m\u202e"
-    print_description(
-        {"result": {"text": hostile}, "segments": [{"kind": "model", "text": hostile}], "none": []}
-    )
-    out = capsys.readouterr().out
-    assert "\\x1b[2J" in out
-    assert out.replace("\n", "").isprintable()
-
-
-def test_a_tree_in_ascii_is_of_ascii(
-    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    _, out, _ = call("show", recorded.directory, "g0000000010")
-    trace = out.partition("\ntrace\n")[2]
-    assert "|- " in trace and "`- " in trace
-    assert trace.isascii()
 
 
 def test_a_run_without_a_step_yet_is_shown(call: Call, tmp_path: Path) -> None:

@@ -6,11 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import pytest_runtest_setup
-from tests.support import device
-from tests.support.device import NO_GPU
 from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
@@ -37,15 +32,6 @@ def test_broker_tests_fail_in_ci_where_java_is_missing(tmp_path: Path) -> None:
     assert status == 1, output
     assert "a real broker needs java and mvn" in output
     assert "skipped" not in output.splitlines()[-1]
-
-
-def test_a_test_that_is_to_run_on_a_gpu_is_skipped_where_there_is_none(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "ON_GPU", True)
-    monkeypatch.setattr(device, "has_gpu", lambda: False)
-    with pytest.raises(pytest.skip.Exception, match=NO_GPU):
-        pytest_runtest_setup(request.node)
 
 
 def _marks(path: Path) -> set[str]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.observe.text import short, sparkline
-from dora_pipe.observe.top import STOPPED_NS, Line, Panel, Screen, frame
+from dora_pipe.observe.top import STOPPED_NS, Panel, Screen, frame
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.metrics import Blocker, FailingServer, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
@@ -32,20 +31,6 @@ def test_run_that_has_not_started_has_a_frame() -> None:
     assert shown.head == "demo: not started"
     assert _texts(shown.workers) == ["no worker has joined"]
     assert "reward -" in _texts(shown.numbers)
-
-
-def test_workers_are_counted_by_version_and_state_then_named() -> None:
-    stage = Stage()
-    first, second = stage.worker("w0"), stage.worker("w1")
-    for name, incarnation in (("w0", first), ("w1", second)):
-        stage.assign(name, incarnation, 0)
-        stage.status(name, incarnation, active=2 if name == "w0" else 0)
-    texts = _texts(_shown(stage).workers)
-    assert sorted(texts[:2]) == ["1 generating, version 0", "1 idle, version 0"]
-    assert texts[2:] == [
-        "w0 v0  generating 2/4+0 0 tok/s kv 25%",
-        "w1 v0  idle 0/4+0 0 tok/s kv 25%",
-    ]
 
 
 SINCE_NS = START_NS - 10 * SECOND_NS
@@ -151,27 +136,6 @@ def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:
     stage = Stage()
     later = frame(stage.stats, stage.now_ns + STOPPED_NS + SECOND_NS)
     assert later.head == "tiny: step 0 of 4, 0.0 s since its start, no record since"
-
-
-def test_panel_without_room_says_how_much_it_leaves_out() -> None:
-    panel = Panel(title="x", lines=tuple(Line(str(index)) for index in range(5)))
-    assert [line.text for line in panel.fit(3)] == ["0", "1", "and 3 more"]
-    assert panel.fit(5) == panel.lines
-    assert [len(panel.fit(rows)) for rows in (0, 1, 2)] == [0, 1, 2]
-
-
-def test_sparkline_comes_in_ascii_too() -> None:
-    assert sparkline([0.0, None, 0.5, 1.0]) == "▁ ▅█"
-    assert sparkline([0.0, 1.0], plain=True) == "_@"
-    assert (sparkline([]), sparkline([3.0, 3.0])) == ("", "▁▁")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (12.345, "12.3"), (999, "999"), (12345, "12.3k"), (2.5e6, "2.5M"), (3e9, "3G")],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text
 
 
 def test_every_line_of_a_whole_runs_frame_is_one_line(

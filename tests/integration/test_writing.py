@@ -9,7 +9,7 @@ import pytest
 from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
-FILES = ("parquet", "traces", "html")
+FILES = ("parquet", "traces")
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -153,7 +153,8 @@ class Injector:
             role=self._role, pid=pid, phase=phase, at_ns=time.monotonic_ns(), down_s=order.down_s
         )
         self._files.write_hit(hit)
-        os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)
+        # Signal this thread: after `os.kill` it could begin its append before the process stops.
+        signal.raise_signal(signal.SIGSTOP if order.stop else signal.SIGKILL)
 
     def acknowledged(
         self, records: Sequence[Append], offsets: Sequence[int], *, began_ns: int

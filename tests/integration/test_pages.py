@@ -43,13 +43,12 @@ READ = frozenset(
         "sql",
         "audit",
         "diff",
-        "html",
         "tensorboard",
         "traces",
         "parquet",
         "prune",
         "topics",
-        "cat",
+        "read",
         "config",
     }
 )

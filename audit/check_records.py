@@ -247,6 +247,7 @@ class RecordCheck:
         self._dispatched(who, _OF_VALUE, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
         self._same("records", who, "answer", logged.fact.answer, content.answer)
+        self._same("records", who, "error", logged.fact.error, content.error)
         self._same("records", who, "contexts", logged.fact.contexts, content.contexts)
         self._same("records", who, "calls", logged.fact.calls, content.calls)
         self._findings.looked["records"] += content.calls

@@ -14,10 +14,10 @@ from dora_pipe.bus.base import EMPTY_POLLS_MAX, count_empty_polls, wait_after
 from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.logged import record_digest
-from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.errors import SchemaError, one_line
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.context_tokens import call_fault
-from dora_pipe.schemas.control import FinishReason, parts_in_control
+from dora_pipe.schemas.control import ERROR_CHARACTERS_MAX, FinishReason, parts_in_control
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, view_trajectory
@@ -41,6 +41,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampled: tuple[Segment, ...]
     weights: tuple[Sampler, ...]
     answer: str = ""
+    error: str = ""
+    """Reason for an invalid reward, as control repeats it."""
     parts: dict[str, float] = {}
     """Reward parts that control repeats."""
     contexts: int = 1
@@ -142,6 +144,7 @@ def _content(seen: Described, fault: str) -> Content:
         sampled=tuple([one for one in seen.segments if one.kind == "model"]),
         weights=meta.weights,
         answer=meta.reward_answer,
+        error=one_line(meta.reward_error or "", ERROR_CHARACTERS_MAX),
         parts=parts_in_control(meta.reward_parts),
         contexts=1 + len(meta.contexts),
         calls=len(meta.calls),

@@ -243,7 +243,7 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """None exactly if the trajectory is invalid."""
     finish: FinishReason
     error: str = ""
-    """Reason for being invalid: class and first line, at most 200 characters."""
+    """`meta.reward_error` of its record in one line, at most 200 characters."""
     tool_error: str = ""
     """First exception of a tool function, in the same form; the trajectory may be valid."""
     answer: str = ""

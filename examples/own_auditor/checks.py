@@ -148,6 +148,8 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
     findings.same("records", who, "finish logged", entry["finish"], meta["finish"])
     answers = entry.get("answer", ""), meta.get("reward_answer", "")
     findings.same("records", who, "answer logged", *answers)
+    error = _one_line(meta.get("reward_error") or "")
+    findings.same("records", who, "error logged", entry.get("error", ""), error)
     contexts = entry.get("contexts", 1), 1 + len(meta.get("contexts", ()))
     findings.same("records", who, "contexts logged", *contexts)
     calls = entry.get("calls", 0), len(meta.get("calls", ()))
@@ -156,6 +158,15 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
         parts = _repeated(meta.get("reward_parts", {}))
         findings.same("records", who, "parts logged", entry["parts"], parts)
     _check_value(ledger, who, spec, row)
+
+
+def _one_line(error: str) -> str:
+    """Return at most 200 characters of an error, the ones that cannot be printed escaped."""
+    short = error if len(error) <= 200 else error[:197] + "..."
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in short
+    )
 
 
 def _repeated(parts: Json) -> Json:

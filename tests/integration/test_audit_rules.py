@@ -300,6 +300,20 @@ def _next_attempt(fact: TrajectoriesLogged) -> dict[str, Any]:
     return {"trajectories": (first, *fact.trajectories[1:])}
 
 
+def _with_another_error(log: Tamper) -> str:
+    found = (
+        (row, fact, place)
+        for row, fact in log.facts(TrajectoriesLogged)
+        for place, entry in enumerate(fact.trajectories)
+        if entry.error
+    )
+    row, fact, place = next(found)
+    entries = list(fact.trajectories)
+    entries[place] = msgspec.structs.replace(entries[place], error=f"{entries[place].error}x")
+    log.rewrite(row, msgspec.structs.replace(fact, trajectories=tuple(entries)))
+    return entries[place].trajectory
+
+
 def _joined_later(fact: WorkerReady) -> bool:
     return fact.incarnation > 100  # Version 0 was long past then.
 
@@ -391,6 +405,11 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
         _forged(WorkerReady, lambda value: {"version": 0}, _joined_later),
         "control",
         "but no decision assigned it",
+    ),
+    "error of an invalid reward": (
+        _with_another_error,
+        "records",
+        "error in the record is not what `trajectory logged` says",
     ),
     "where to go on": (
         _forged_commit(lambda value: {"decisions_next": value.decisions_next - 1}),

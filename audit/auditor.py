@@ -28,7 +28,6 @@ from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
 from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.ledger.database import Catalogue
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore, as_store
@@ -285,35 +284,6 @@ class Auditor:
         for one in self.books.gathering.rest():
             if one.offset < before[one.partition]:
                 self.books.records.judge(one, None)
-
-
-BY_OUTCOME: Final = """select outcome, count(*), sum(results)::bigint, sum(tokens)::bigint
-from groups group by outcome"""
-
-BY_STALENESS: Final = """select staleness, count(*) from groups
-where staleness is not null group by staleness"""
-
-
-def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) -> None:
-    """Compare the catalogue with the ledger."""
-    sums = ledger.accounts.summed()
-    outcomes = {
-        outcome: (groups, sums.trajectories[outcome], sums.tokens[outcome])
-        for outcome, groups in sums.groups.items()
-        if groups
-    }
-    staleness = {value: groups for value, groups in sums.staleness.items() if groups}
-    one = catalogue.one
-    _same(findings, "groups", outcomes, {row[0]: row[1:] for row in catalogue.query(BY_OUTCOME)})
-    _same(findings, "staleness", staleness, dict(catalogue.query(BY_STALENESS)))
-    _same(findings, "records", (ledger.accounts.records,), one("select count(*) from records"))
-    _same(findings, "steps", (ledger.committed,), one("select count(*) from steps"))
-    _same(findings, "versions", (ledger.published,), one("select count(*) from versions"))
-
-
-def _same(findings: Findings, table: str, expected: object, found: object) -> None:
-    message = "the catalogue beside the run was changed, or counts otherwise"
-    findings.same("catalogue", table, message, expected=expected, found=found)
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:

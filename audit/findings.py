@@ -17,7 +17,6 @@ Check = Literal[
     "control",
     "records",
     "policies",
-    "catalogue",
 ]
 """In report order."""
 
@@ -32,7 +31,6 @@ CHECKS: Final[dict[Check, str]] = {
     "control": "every event is readable, belongs to this run and was possible at its offset",
     "records": "every trajectory record matches its event; none is missing or foreign",
     "policies": "weights, contributions and checkpoints of commits exist, unchanged",
-    "catalogue": "the tables that are kept beside the run count what audit counts",
 }
 """What each check requires."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.audit.auditor import Auditor, check_catalogue
+from dora_pipe.audit.auditor import Auditor
 from dora_pipe.audit.last_look import FILE_NAME, read_last_look, write_last_look
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.sqlite import unreadable_records
@@ -15,7 +14,6 @@ from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress, progress
 from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.ledger.reading import saved_catalogue
 
 FOLLOW_S: Final = 1.0
 
@@ -98,19 +96,10 @@ class AuditSession:
         if (last := read_last_look(look_path)) is not None:
             self._auditor.compare(last, mark)
         look = self._auditor.look(mark)
-        self._hold_catalogue()
         report = self._auditor.finish()
         if look is not None and report.holds:
             write_last_look(look_path, look)
         return report
-
-    def _hold_catalogue(self) -> None:
-        path = self._run.directory.catalogue
-        catalogue = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
-        if catalogue is not None:
-            with closing(catalogue):
-                books = self._auditor.books
-                check_catalogue(catalogue, books.ledger, books.findings)
 
     def _talk(self, *, only_progress: bool = False) -> None:
         violations = self._auditor.books.findings.violations

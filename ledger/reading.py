@@ -76,12 +76,6 @@ def read_catalogue(
     return living.catalogue
 
 
-def saved_catalogue(bus: Bus, topics: Topics, path: Path) -> Catalogue | None:
-    """Open a saved catalogue that fits the log, else None. Raises BusError."""
-    source = log_source(bus, topics)
-    return None if source is None else fresh_catalogue(path, source)
-
-
 def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) -> None:
     """Save a finished run's catalogue if it ends at `source`; errors are ignored."""
     control, decisions = living.follower.places

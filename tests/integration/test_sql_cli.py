@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
 from pathlib import Path
 
-import duckdb
 import pytest
 
 from dora_pipe.ledger.database import VIEWS
@@ -57,20 +55,3 @@ def test_a_query_that_is_wrong_is_one_line_and_a_hint(call: Call, recorded: Reco
 def test_the_page_has_every_view() -> None:
     views = PAGE.partition("## Views")[2].partition("## Tables")[0]
     assert re.findall(r"^### (\w+)$", views, re.M) == list(VIEWS)
-
-
-def test_audit_holds_the_kept_tables_against_its_own_account(
-    call: Call, recorded: RecordedRun
-) -> None:
-    call("sql", str(recorded.directory), "select 1")
-    code, out, err = call("audit", str(recorded.directory), "--no-store")
-    assert code == 0, out + err
-    assert re.search(r"^catalogue +the tables .* ok$", out, re.MULTILINE)
-    with closing(duckdb.connect(str(recorded.directory / FILE))) as tables:
-        sql = "update groups_ended set outcome = 'filtered' where group_id = 'g0000000000'"
-        tables.execute(sql)
-    code, out, _ = call("audit", str(recorded.directory), "--no-store")
-    assert code == 5
-    assert "the catalogue beside the run was changed" in out
-    (recorded.directory / FILE).unlink()
-    assert call("audit", str(recorded.directory), "--no-store")[0] == 0

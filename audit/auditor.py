@@ -17,7 +17,6 @@ from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.check_policies import PolicyCheck
 from dora_pipe.audit.check_records import RecordCheck
 from dora_pipe.audit.check_steps import check_steps
-from dora_pipe.audit.entries import Logged
 from dora_pipe.audit.evidence import EvidenceBuffer, Place
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.last_look import LastLook, changed_since
@@ -28,12 +27,13 @@ from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
 from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore, as_store
 
 PIECE_RECORDS: Final = 2000
-"""Logged trajectories that end a piece."""
+"""RecordLogged trajectories that end a piece."""
 
 PIECE_ROUNDS: Final = 500
 
@@ -234,14 +234,14 @@ class Auditor:
         accounts.spill(ended + accounts.settle())
         ledger.spill(VERSIONS_KEPT)
 
-    def _judge(self, unread: dict[Place, Logged]) -> None:
+    def _judge(self, unread: dict[Place, RecordLogged]) -> None:
         books, unread_places = self.books, self.books.ledger.accounts.unread
         furthest: dict[int, int] = {}
         for partition, offset in unread:
             furthest[partition] = max(offset, furthest.get(partition, -1))
         for partition, offset in furthest.items():
             books.gathering.read_to(partition, offset)
-        gone: dict[int, list[Logged]] = {}
+        gone: dict[int, list[RecordLogged]] = {}
         for place, one in unread.items():
             del unread_places[place]
             evidence = books.gathering.pop(place)
@@ -252,7 +252,7 @@ class Auditor:
         for partition, found in sorted(gone.items()):
             self._missing(partition, found)
 
-    def _missing(self, partition: int, gone: list[Logged]) -> None:
+    def _missing(self, partition: int, gone: list[RecordLogged]) -> None:
         assert self._horizon is not None
         ends = {tp.partition: end for tp, end in self._horizon.trajectories.items()}
         end = ends.get(partition, 0)

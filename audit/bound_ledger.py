@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.config.model import Rollout, async_batches
+from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.rounds import GroupSpec, TakePart
 
 Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
@@ -64,7 +64,7 @@ class BoundLedger:
     def add(self, spec: GroupSpec) -> None:
         self.u[spec.group] = spec
 
-    def settle(self, group: GroupEntry, outlook: Outlook) -> None:
+    def settle(self, group: GroupHistory, outlook: Outlook) -> None:
         """Update a group after a trajectory ended."""
         spec = group.spec
         if spec.group not in self.u:
@@ -197,7 +197,7 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
     return ""
 
 
-def outlook_of(group: GroupEntry, rules: Rollout) -> Outlook:
+def outlook_of(group: GroupHistory, rules: Rollout) -> Outlook:
     size, samples, ended = group.spec.size, group.spec.samples, 0
     valid: list[float] = []
     for entry in group.requests.values():

@@ -175,22 +175,20 @@ class PolicyCheck:
         known = self._ledger.accounts.groups
         groups = [known[taken.group] for taken in entry.fact.groups if taken.group in known]
         rewards = [
-            (group.spec.version, [group.reward_of(logged.fact) for logged in group.results])
-            for group in groups
+            (group.spec.version, [fact.reward for fact in group.results]) for group in groups
         ]
         rule, by_std = advantage_rule(entry.fact.settings)
         whole = len(groups) == len(entry.fact.groups) or rule != "version-baseline"
         advantages = batch_advantages(rewards, rule, by_std)
         for group, of_group in zip(groups, advantages, strict=True):
-            for logged, advantage in zip(group.results, of_group, strict=True):
-                fact = logged.fact
+            for fact, advantage in zip(group.results, of_group, strict=True):
                 if (row := rows.get(fact.trajectory)) is None:
                     continue
                 expected = {
                     "group": group.spec.group,
                     "version": group.spec.version,
                     "staleness": staleness_of(entry.step, group.spec.version),
-                    "reward": group.reward_of(fact),
+                    "reward": fact.reward,
                     "tokens": fact.tokens,
                 }
                 for name, value in expected.items():

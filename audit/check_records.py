@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from dora_pipe.audit.entries import GroupEntry, Logged
 from dora_pipe.audit.evidence import Content, Evidence, Place
 from dora_pipe.audit.findings import Check
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Buried
+from dora_pipe.ledger.history import GroupHistory, RecordLogged
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.identity import group_of, trajectory_seed
 from dora_pipe.schemas.trajectory import Headers, Segment, mixing_error
@@ -78,7 +78,7 @@ class RecordCheck:
         self.buried: Collection[Buried] = ()
         self.seen = Seen()
 
-    def judge(self, one: Evidence, logged: Logged | None) -> None:
+    def judge(self, one: Evidence, logged: RecordLogged | None) -> None:
         """Check one record."""
         self._findings.looked["records"] += 1
         self.seen.records += 1
@@ -96,24 +96,24 @@ class RecordCheck:
         if logged is None:
             self._not_logged(one, one.headers)
             return
-        self.seen.standings[logged.standing] += 1
+        self.seen.standings[logged.status] += 1
         self._logged(one, one.headers, logged)
 
-    def missing(self, logged: Logged) -> None:
+    def missing(self, logged: RecordLogged) -> None:
         """Report a named record that is missing."""
         partition, offset = logged.place
         where = f"trajectories:{partition}:{offset}"
         message = f"was logged, but its record is not there at {where}"
         self._wrong(logged.fact.trajectory, message)
 
-    def cut(self, partition: int, end: int, gone: Iterable[Logged]) -> None:
+    def cut(self, partition: int, end: int, gone: Iterable[RecordLogged]) -> None:
         """Report logged records after the end of their partition."""
         offsets = [logged.fact.offset for logged in gone]
         message = f"was cut: {len(offsets)} records that were logged lie behind its end"
         expected = f"end > {max(offsets)}"
         self._wrong(f"trajectories:{partition}", message, expected, end)
 
-    def _unreadable(self, one: Evidence, logged: Logged | None, message: str) -> None:
+    def _unreadable(self, one: Evidence, logged: RecordLogged | None, message: str) -> None:
         who = one.where if logged is None else f"{logged.fact.trajectory} at {one.where}"
         group = None
         if logged is not None:
@@ -134,7 +134,7 @@ class RecordCheck:
             self._wrong(headers.trajectory, f"lies at {one.where} but was never dispatched")
             return
         departure = "" if worker is None else worker.departure
-        if departure in ("fenced", "replaced"):
+        if departure == "fenced":
             standing = "fenced"
         else:
             superseded = entry.bound is not None or departure == "left"
@@ -145,7 +145,7 @@ class RecordCheck:
         elif one.sha256 != headers.sha256:
             self._wrong(headers.trajectory, f"its bytes at {one.where} were changed")
 
-    def _logged(self, one: Evidence, headers: Headers, logged: Logged) -> None:
+    def _logged(self, one: Evidence, headers: Headers, logged: RecordLogged) -> None:
         fact, before = logged.fact, self._findings.total
         who = fact.trajectory
         if one.lost:
@@ -207,7 +207,7 @@ class RecordCheck:
         for name, one, other in zip(_HEADERS, expected, found, strict=True):
             self._same(_check_of(name), fact.trajectory, name, one, other)
 
-    def _spec(self, headers: Headers, group: GroupEntry, one: Evidence) -> None:
+    def _spec(self, headers: Headers, group: GroupHistory, one: Evidence) -> None:
         spec, who = group.spec, headers.trajectory
         stamped = (spec.group, spec.partition, spec.deadline, spec.version)
         found = (headers.group, one.partition, headers.deadline, headers.version)
@@ -223,7 +223,7 @@ class RecordCheck:
             self._findings.add("C1", who, message, expected=published.digest, found=headers.digest)
 
     def _value(
-        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+        self, content: Content, versions: set[int], logged: RecordLogged, group: GroupHistory
     ) -> None:
         spec, who = group.spec, logged.fact.trajectory
         wanted = (
@@ -257,7 +257,7 @@ class RecordCheck:
         self._mixture(content, group, who)
         self._versions(content, versions, logged, group)
 
-    def _mixture(self, content: Content, group: GroupEntry, who: str) -> None:
+    def _mixture(self, content: Content, group: GroupHistory, who: str) -> None:
         """Check that training records have routed experts of one model, if required."""
         config = self._ledger.config
         asked = config is not None and config.sampling.return_routed_experts
@@ -274,7 +274,7 @@ class RecordCheck:
             self._wrong(who, "is of a mixture of other sizes", self.seen.mixture, found)
 
     def _versions(
-        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+        self, content: Content, versions: set[int], logged: RecordLogged, group: GroupHistory
     ) -> None:
         who = logged.fact.trajectory
         self.seen.mixed[len(versions)] += 1
@@ -320,7 +320,7 @@ Wrong = tuple[str, object, object]
 
 
 def wrong_mixture(
-    content: Content, group: GroupEntry, logged: Logged, ledger: Ledger
+    content: Content, group: GroupHistory, logged: RecordLogged, ledger: Ledger
 ) -> Iterator[Wrong]:
     """Yield violations of a trajectory with several versions."""
     newest = ledger.version if group.step is None else group.step
@@ -339,13 +339,13 @@ def wrong_mixture(
             yield why, "", ""
 
 
-def _not_served(segment: Segment, logged: Logged, ledger: Ledger) -> str:
+def _not_served(segment: Segment, logged: RecordLogged, ledger: Ledger) -> str:
     worker = ledger.accounts.workers.get(segment.incarnation)
     of = f"{segment.worker} of incarnation {segment.incarnation}"
     who = f"tokens {segment.start} to {segment.end} name {of}"
-    if worker is None or worker.joined.worker != segment.worker:
+    if worker is None or worker.name != segment.worker:
         return f"{who}, which never joined"
-    ready = worker.served.get(segment.version)
-    if ready is None or ready > logged.at.offset:
+    ready = worker.first_ready.get(segment.version)
+    if ready is None or ready > logged.offset:
         return f"{who}, which did not host version {segment.version} then"
     return ""

@@ -8,10 +8,11 @@ from operator import is_
 import msgspec
 
 from dora_pipe.audit.check_records import Seen
-from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
+from dora_pipe.audit.entries import StepEntry
 from dora_pipe.audit.evidence import Place
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.ledger.history import GroupHistory, RecordLogged, RequestHistory
 from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import group_of
@@ -129,15 +130,15 @@ class _Look:
             self._trained(one, step, group.requests)
         self._whole(group, taken, step)
 
-    def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
+    def _whole(self, group: GroupHistory, taken: TakenGroup, step: int) -> None:
         """Check that the batch has every logged trajectory of the group, of any length."""
-        bound = [logged.fact.trajectory for logged in group.results]
+        bound = [logged.fact.trajectory for logged in group.bound]
         trained = [one.trajectory for one in taken.trajectories]
         message = f"step {step} does not hold exactly its logged trajectories, in order"
         self._findings.same("C2", taken.group, message, expected=bound, found=trained)
 
     def _trained(
-        self, one: TakenTrajectory, step: int, samples: Mapping[str, RequestEntry]
+        self, one: TakenTrajectory, step: int, samples: Mapping[str, RequestHistory]
     ) -> None:
         who, findings = one.trajectory, self._findings
         entry = samples.get(who) or self._ledger.accounts.request(who)
@@ -155,8 +156,8 @@ class _Look:
         where = f"trajectories:{one.partition}:{one.offset}"
         if logged is None or logged.fact.trajectory != who:
             findings.add("batches", who, f"step {step} trained {where}, which nobody logged as it")
-        elif logged.standing != "bound":
-            message = f"step {step} trained a {logged.standing} record ({where})"
+        elif logged.status != "bound":
+            message = f"step {step} trained a {logged.status} record ({where})"
             bound = "nothing" if entry.bound is None else _place(entry.bound.taken)
             findings.add("batches", who, message, expected=bound, found=_place(one))
         else:
@@ -173,7 +174,9 @@ class _Look:
             return group
         return msgspec.structs.replace(group, trajectories=found)
 
-    def _found(self, one: TakenTrajectory, samples: Mapping[str, RequestEntry]) -> TakenTrajectory:
+    def _found(
+        self, one: TakenTrajectory, samples: Mapping[str, RequestHistory]
+    ) -> TakenTrajectory:
         place = (one.partition, one.offset)
         entry = samples.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
         bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
@@ -186,7 +189,7 @@ class _Look:
         return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
 
 
-def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
+def _is_named(logged: RecordLogged, one: TakenTrajectory) -> bool:
     fact = logged.fact
     return (
         fact.trajectory == one.trajectory

@@ -22,7 +22,7 @@ from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.account import GroupEnded
 from dora_pipe.ledger.calls import call_rows
-from dora_pipe.ledger.history import Attempt, GroupHistory, RequestHistory
+from dora_pipe.ledger.history import Attempt, GroupHistory
 from dora_pipe.ledger.tables import CallRow
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
@@ -159,7 +159,7 @@ class _Describer:
 
     def trajectory(self, name: str, ended: GroupEnded) -> Description:
         group = ended.group
-        request = group.requests.get(name, RequestHistory(trajectory=name))
+        request = group.requests[name]
         description: Description = {
             "trajectory": {"trajectory": name, "status": self._status(group, name)},
             "group": self._dispatch(group),

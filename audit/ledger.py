@@ -13,19 +13,18 @@ import msgspec
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import (
     Attempted,
-    Moment,
     Serving,
     StepEntry,
     Taken,
     VersionEntry,
-    WorkerEntry,
 )
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.group_ledger import GroupLedger, SpillDict
+from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
 from dora_pipe.audit.legality import Legality
 from dora_pipe.audit.round_reader import Fact, FoldedRound
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.ledger.history import Moment, WorkerHistory
 from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import (
     RUN_STOPPED,
@@ -51,15 +50,10 @@ from dora_pipe.schemas.rounds import (
     NO_VERSION,
     AnyDecision,
     Assign,
-    Dispatch,
     End,
-    EndSamples,
-    Fence,
     GroupExpired,
-    Migrate,
     Round,
     Schedule,
-    ScoreGroup,
     StopRun,
     TakeBatch,
 )
@@ -73,7 +67,7 @@ class Ledger:
     def __init__(self, run: str, findings: Findings) -> None:
         self.run = run
         self.findings = findings
-        self.accounts = GroupLedger(findings)
+        self.accounts = AuditedGroups(findings)
         self.started: RunStarted | None = None
         self.config: Config | None = None
         """As started; `Legality` follows changes."""
@@ -100,7 +94,7 @@ class Ledger:
         self.stopped: Moment | None = None
         self.serving = Serving()
         self.legality = Legality(self)
-        self.accounts.sample_ended = self.legality.sample_ended
+        self.accounts.on_sample_ended = self.legality.sample_ended
 
     @property
     def partial_rollout(self) -> bool:
@@ -119,8 +113,8 @@ class Ledger:
         self.steps.spill([one for one in self.steps if one < before])
         self.takes.spill([one for one in self.takes if one[0] < before])
         for worker in self.accounts.workers.values():
-            worker.served = {one: at for one, at in worker.served.items() if one >= before}
-            worker.assigned = {one for one in worker.assigned if one >= before}
+            worker.first_ready = {v: at for v, at in worker.first_ready.items() if v >= before}
+            worker.assigned = {v: at for v, at in worker.assigned.items() if v >= before}
 
     def apply(self, turn: FoldedRound) -> None:
         """Book a round after its events."""
@@ -165,7 +159,8 @@ class Ledger:
             case RoleStarted():
                 self.roles.append(record)
             case WorkerJoined():
-                self.accounts.joined(record, at)
+                self.accounts.note_packages(record)
+                self.accounts.fact(at.offset, record)
                 self.serving.keep(self._living())
             case WorkerReady():
                 self._worker_ready(record, at)
@@ -173,14 +168,9 @@ class Ledger:
                 self._worker_left(record, at)
             case TrajectoriesLogged():
                 self._check_served(record)
-                for logged in record.facts():
-                    self.accounts.log(logged, at)
-            case RequestReleased():
-                self.accounts.released(record, at)
-            case RequestFailed():
-                self.accounts.failed(record, at)
-            case GroupScored():
-                self.accounts.scored(record, at)
+                self.accounts.fact(at.offset, record)
+            case RequestReleased() | RequestFailed() | GroupScored():
+                self.accounts.fact(at.offset, record)
             case StepCommitted():
                 self._committed(record, at)
             case BatchRefused():
@@ -237,6 +227,7 @@ class Ledger:
         if fact.version == NO_VERSION:
             if worker is not None:
                 self._sleeps(worker, fact, at)
+                self.accounts.fact(at.offset, fact)
             return
         version = self.versions.get(fact.version)
         if version is None:
@@ -245,16 +236,17 @@ class Ledger:
             who = f"{fact.worker} at control:{at.offset}"
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
-            if fact.version not in worker.assigned and fact.version not in worker.served:
+            if fact.version not in worker.assigned and fact.version not in worker.first_ready:
                 self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
-            worker.served.setdefault(fact.version, at.offset)
+            worker.first_ready.setdefault(fact.version, at.offset)
+            self.accounts.fact(at.offset, fact)
             # A repeated report may name a version dropped since.
             if worker.several and fact.version == worker.target:
                 worker.held.add(fact.version)
-            if not worker.departure:
+            if worker.gone is None:
                 self.serving.ready(fact.incarnation, *(sorted(worker.held) or [fact.version]))
 
-    def _sleeps(self, worker: WorkerEntry, fact: WorkerReady, at: Moment) -> None:
+    def _sleeps(self, worker: WorkerHistory, fact: WorkerReady, at: Moment) -> None:
         if not worker.joined.colocated:
             self._undecided(f"{fact.worker} sleeps", "told it to", at)
         elif worker.target == NO_VERSION:
@@ -263,7 +255,7 @@ class Ledger:
     def _check_served(self, fact: TrajectoriesLogged) -> None:
         """Check that a worker reported a version before sampling under it."""
         worker = self.accounts.workers.get(fact.incarnation)
-        if worker is None or not worker.several or fact.version in worker.served:
+        if worker is None or not worker.several or fact.version in worker.first_ready:
             return
         for one in fact.trajectories:
             if group_of(one.trajectory) in self.accounts.open:
@@ -280,16 +272,16 @@ class Ledger:
                     self._wrong(
                         at, f"{fact.worker} leaves with progress of {name}, not placed there"
                     )
-            self.accounts.depart(worker, "left", at)
+            self.accounts.fact(at.offset, fact)
             self.serving.keep(self._living())
 
     def _undecided(self, what: str, verb: str, at: Moment) -> None:
         """Report an event without its decision."""
         self._wrong(at, f"{what}, but no decision {verb}")
 
-    def _worker(self, name: str, incarnation: int, verb: str, at: Moment) -> WorkerEntry | None:
-        worker: WorkerEntry | None = self.accounts.workers.get(incarnation)
-        if worker is None or worker.joined.worker != name:
+    def _worker(self, name: str, incarnation: int, verb: str, at: Moment) -> WorkerHistory | None:
+        worker: WorkerHistory | None = self.accounts.workers.get(incarnation)
+        if worker is None or worker.name != name:
             self._wrong(
                 at, f"{name} {verb} under incarnation {incarnation}, which it never joined with"
             )
@@ -297,7 +289,7 @@ class Ledger:
         return worker
 
     def _living(self) -> set[int]:
-        return {e for e, worker in self.accounts.workers.items() if not worker.departure}
+        return {at for at, worker in self.accounts.workers.items() if worker.gone is None}
 
     def _committed(self, fact: StepCommitted, at: Moment) -> None:
         taken = self.takes.get((fact.step, fact.attempt))
@@ -306,9 +298,7 @@ class Ledger:
         self._dropped(fact, at)
         self._check_adapter(fact)
         first = self.steps.get(fact.step)
-        if first is None and not self.legality.counts(fact):
-            why = f"committed at control:{at.offset}, after its batch had been ended"
-            self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+        if first is None and not self._counts(fact, take):
             return
         self.unread_steps.append(entry)
         if first is not None:
@@ -323,7 +313,22 @@ class Ledger:
         for part, groups in enumerate(parts_of(fact.groups, fact.parts), 1):
             for group in groups:
                 number = part if fact.parts else 0
-                self.accounts.end(group.group, "trained", why, at, step=fact.step, part=number)
+                self.accounts.end(group.group, "trained", why, step=fact.step, part=number)
+
+    def _counts(self, fact: StepCommitted, take: TakeBatch | None) -> bool:
+        """Report whether a commit is of the batch in training.
+
+        A trainer may commit while a user ends its batch; the orchestrator then retrains the step.
+        """
+        if self.legality.bound.training == (fact.step, fact.attempt):
+            return True
+        if take is None:
+            message = f"attempt {fact.attempt} was committed, which no decision took"
+            self.findings.add("batches", f"step {fact.step}", message)
+        else:
+            why = "committed after its batch was ended"
+            self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+        return False
 
     def _check_adapter(self, fact: StepCommitted) -> None:
         if self.started is None or self.config is None or not self.config.lora.rank:
@@ -364,40 +369,25 @@ class Ledger:
         self.legality.decision(decision, at)
         accounts = self.accounts
         match decision:
-            case Dispatch():
-                accounts.dispatched(decision, at)
             case Schedule():
-                requests = decision.requests()
-                self.legality.placed(requests, at)
-                for placed in requests:
-                    accounts.placed(placed, at)
-            case Migrate():
-                accounts.moved(decision)
-            case ScoreGroup():
-                accounts.asked(decision)
+                self.legality.placed(decision.requests(), at)
             case Assign():
                 if (worker := accounts.workers.get(decision.incarnation)) is not None:
-                    worker.target = decision.version
                     worker.awake = worker.awake or decision.version != NO_VERSION
-                    worker.assigned.add(decision.version)
                     worker.held.difference_update(decision.drop)
-            case Fence():
-                if (worker := accounts.workers.get(decision.incarnation)) is not None:
-                    accounts.depart(worker, "fenced", at)
-                    self.serving.keep(self._living())
             case TakeBatch():
                 self.takes[decision.step, decision.attempt] = Taken(take=decision, at=at)
                 for taken in decision.groups:
                     if (group := accounts.groups.get(taken.group)) is not None:
                         group.taken = (decision.step, decision.attempt)
             case End():
-                accounts.end(decision.group, decision.outcome, decision.reason, at)
-            case EndSamples():
-                accounts.end_samples(decision, at)
+                accounts.end(decision.group, decision.outcome, decision.reason)
             case StopRun():
                 self.stopped = at
             case _:
                 pass
+        if accounts.decision(decision, at):
+            self.serving.keep(self._living())
 
 
 def key_of(record: AnyControl) -> bytes:

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, Taken, VersionEntry, WorkerEntry
+from dora_pipe.audit.entries import StepEntry, Taken, VersionEntry
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.group_ledger import GroupLedger, SpillDict
+from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
 from dora_pipe.audit.row_ledger import RowLedger
 from dora_pipe.config.model import Config, Task
+from dora_pipe.ledger.history import GroupHistory, Moment, WorkerHistory
 from dora_pipe.orchestrator.curriculum import SKIPPED_MAX
 from dora_pipe.schemas import identity
 from dora_pipe.schemas.batch import deadline_of
@@ -26,7 +27,6 @@ from dora_pipe.schemas.control import (
     DataSet,
     RoleStarted,
     RunStarted,
-    StepCommitted,
     TakenGroup,
 )
 from dora_pipe.schemas.identity import group_of
@@ -57,7 +57,7 @@ class Booked(Protocol):
     """Ledger of a run, as the checks read it."""
 
     findings: Findings
-    accounts: GroupLedger
+    accounts: AuditedGroups
     started: RunStarted | None
     stopped: Moment | None
     takes: SpillDict[tuple[int, int], Taken]
@@ -115,7 +115,7 @@ class Legality:
             return None
         return training if command.args.get("step", training[0]) == training[0] else None
 
-    def sample_ended(self, group: GroupEntry) -> None:
+    def sample_ended(self, group: GroupHistory) -> None:
         """Update the bound for an ended trajectory."""
         if self.in_force is None:
             return
@@ -125,14 +125,6 @@ class Legality:
         if group.spec.purpose == "train" and outlook in ("finished", "filtered"):
             self.rows.ended(group, config)
 
-    def counts(self, fact: StepCommitted) -> bool:
-        """Report whether a commit counts: not if its batch had ended.
-
-        A trainer may commit while a user ends its batch; the orchestrator then retrains the step.
-        """
-        taken = (fact.step, fact.attempt) in self._ledger.takes
-        return not taken or self.bound.training == (fact.step, fact.attempt)
-
     def committed(self, entry: StepEntry, roles: Sequence[RoleStarted]) -> None:
         """Check that a commit is of the batch in training and the next step."""
         fact, bound = entry.fact, self.bound
@@ -140,9 +132,6 @@ class Legality:
         if fact.step > bound.version:
             missing = f"step {bound.version}"
             self._findings.add("steps", missing, "is missing", expected=missing, found=who)
-        if entry.take is None:
-            message = f"attempt {fact.attempt} was committed, which no decision took"
-            self._findings.add("batches", who, message)
         newest = max((one.incarnation for one in roles if one.role == "trainer"), default=-1)
         if fact.incarnation != newest:
             message = "was committed by a trainer that was out"
@@ -203,20 +192,19 @@ class Legality:
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
 
-    def _worker(self, name: str, incarnation: int, where: str, *verb: str) -> WorkerEntry | None:
-        worker: WorkerEntry | None = self._ledger.accounts.workers.get(incarnation)
-        if worker is None or worker.joined.worker != name:
+    def _worker(self, name: str, incarnation: int, where: str, *verb: str) -> WorkerHistory | None:
+        worker: WorkerHistory | None = self._ledger.accounts.workers.get(incarnation)
+        if worker is None or worker.name != name:
             said = " ".join(verb)
             self._wrong(
                 where,
                 f"{said} speaks to {name} under incarnation {incarnation}, which never joined",
             )
             return None
-        if worker.departure:
-            said = " ".join(verb)
-            self._wrong(
-                where, f"{said} speaks to {name} of incarnation {incarnation}, which {worker.out}"
-            )
+        if worker.gone is not None:
+            said, end = " ".join(verb), "left" if worker.gone.how == "left" else "was fenced"
+            message = f"{said} speaks to {name} of incarnation {incarnation}, which {end}"
+            self._wrong(where, message)
         return worker
 
     def _dispatch(self, decision: Dispatch, at: Moment) -> None:
@@ -260,7 +248,7 @@ class Legality:
             expected, found = _differing(group.spec, decision.spec)
             message = f"is placed in {where} otherwise than its group was dispatched"
             self._wrong(who, message, expected, found)
-        attempt = entry.placements[-1].attempt + 1 if entry.placements else 1
+        attempt = entry.attempts[-1].attempt + 1 if entry.attempts else 1
         if decision.attempt != attempt:
             message = f"is placed in {where} under a wrong attempt"
             self._wrong(who, message, attempt, decision.attempt)
@@ -268,7 +256,7 @@ class Legality:
             self._wrong(who, f"is placed in {where} although it has ended")
         elif group.closed:
             self._wrong(who, f"is placed in {where} although its group does not wait for it")
-        elif entry.placements and not entry.waiting:
+        elif entry.attempts and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
         worker = self._worker(decision.worker, decision.incarnation, where, "place", who)
         if worker is not None and not self._hosts(worker, group.spec):
@@ -283,9 +271,8 @@ class Legality:
         if entry is None or group is None:
             self._wrong(who, f"moves in {where} but was never dispatched")
             return
-        last = entry.placements[-1] if entry.placements else None
-        present = None if last is None or entry.waiting else (last.attempt, last.incarnation)
-        if present != (decision.attempt, decision.incarnation) or entry.over:
+        present = None if entry.running is None else entry.running.key
+        if present != (decision.attempt, decision.incarnation):
             found = f"attempt {decision.attempt} on incarnation {decision.incarnation}"
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
         source = self._worker(decision.worker, decision.incarnation, where, "move", who)
@@ -306,7 +293,7 @@ class Legality:
             self._wrong(who, f"is to be scored in {where}, but is not open, or not so scored")
             return
         self._worker(decision.worker, decision.incarnation, where, "score", who)
-        scoring, results = group.scoring, group.results
+        scoring, results = group.scoring, group.bound
         if group.spec != decision.spec:
             self._wrong(who, f"is to be scored in {where} otherwise than it was dispatched")
         if scoring.open or scoring.answer or scoring.failed:
@@ -322,7 +309,7 @@ class Legality:
         message = f"is to be scored in {where} by other records than its valid samples'"
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
 
-    def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
+    def _hosts(self, worker: WorkerHistory, spec: GroupSpec) -> bool:
         """Report whether a worker may sample for a group: later versions need partial rollout."""
         if self._ledger.partial_rollout and spec.purpose == "train":
             return worker.target >= spec.version
@@ -348,7 +335,7 @@ class Legality:
             message = f"assigns {decision.worker} other versions than it has room for, or had"
             self._wrong(where, message, most, sorted(held))
 
-    def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
+    def _may_be_assigned(self, worker: WorkerHistory, decision: Assign, where: str) -> bool:
         """Check sleep and wake: only a colocated worker sleeps, and it does so during a step."""
         sleeps, colocated = decision.version == NO_VERSION, worker.joined.colocated
         if sleeps and not colocated:
@@ -437,7 +424,7 @@ class Legality:
         message = f"loses other samples in {where} than have not ended"
         same("decisions", decision.group, message, expected=left, found=decision.samples)
 
-    def expired(self, seen: GroupExpired, at: Moment) -> GroupEntry | None:
+    def expired(self, seen: GroupExpired, at: Moment) -> GroupHistory | None:
         """Return the group that a round reports as timed out, if possible."""
         where, group = f"round {at.round}", self._ledger.accounts.open.get(seen.group)
         if group is None or self.in_force is None:
@@ -447,7 +434,7 @@ class Legality:
         if outlook_of(group, rules) != "running" or not group.open_samples:
             self._wrong(seen.group, f"expires in {where}, although it generates no more")
             return None
-        open_ns, most = at.now_ns - group.at.now_ns, rules.group_timeout_s
+        open_ns, most = at.now_ns - group.dispatched_ns, rules.group_timeout_s
         if most is None or open_ns < int(most * 1e9):
             expected = "no bound" if most is None else f"{most:g} s"
             self._wrong(seen.group, f"expires in {where} too early", expected, f"{open_ns / 1e9} s")
@@ -464,7 +451,7 @@ class Legality:
             self._findings.add("C2", name, f"is open although {where} stops the run")
 
 
-def _has(worker: WorkerEntry, version: int) -> bool:
+def _has(worker: WorkerHistory, version: int) -> bool:
     return version in worker.held if worker.several else worker.target == version
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import fsum
 
-from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.config.model import Config, Task
+from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.orchestrator.curriculum import HELD_BATCHES, SOLVED_GROUPS
 from dora_pipe.schemas.rounds import Dispatch
 
@@ -23,14 +23,13 @@ class RowLedger:
     held: dict[str, list[tuple[str, float, int]]] = field(default_factory=dict)
     """Results until the next commit: row, mean, window."""
 
-    def ended(self, group: GroupEntry, config: Config) -> None:
+    def ended(self, group: GroupHistory, config: Config) -> None:
         """Add an ended training group."""
         spec = group.spec
         task = next(one for one in config.tasks if one.name == spec.task)
         if task.max_solve_rate is None:
             return
-        found = (group.reward_of(one.fact) for one in group.results)
-        rewards = [one for one in found if one is not None]
+        rewards = group.rewards
         mean = fsum(rewards) / len(rewards)
         held = self.held.setdefault(spec.source, [])
         held.append((f"{spec.source}#{spec.index}", mean, SOLVED_GROUPS))

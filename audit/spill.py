@@ -9,9 +9,10 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import zstandard
 
-from dora_pipe.audit.entries import GroupEntry, StepEntry, Taken, VersionEntry, WorkerEntry
+from dora_pipe.audit.entries import StepEntry, Taken, VersionEntry
 from dora_pipe.audit.evidence import Evidence, EvidenceBuffer, Place
 from dora_pipe.audit.ledger import Ledger
+from dora_pipe.ledger.history import GroupHistory, WorkerHistory
 from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
 
 NUMBER_MAX: Final = (1 << 62) - 1
@@ -44,7 +45,9 @@ class SpillFile:
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
         """Spill ledger and evidence to the file."""
         ledger.accounts.groups.storage = _Table(self, "groups", _GroupCodec(), _group_number)
-        ledger.accounts.workers.storage = _Table(self, "workers", _EntryCodec(WorkerEntry), _whole)
+        ledger.accounts.workers.storage = _Table(
+            self, "workers", _EntryCodec(WorkerHistory), _whole
+        )
         ledger.versions.storage = _Table(self, "versions", _EntryCodec(VersionEntry), _whole)
         ledger.steps.storage = _Table(self, "steps", _EntryCodec(StepEntry), _whole)
         ledger.takes.storage = _Table(self, "takes", _EntryCodec(Taken), _take_number)
@@ -60,20 +63,20 @@ class _EntryCodec(Generic[T]):
         self.encode: Callable[[T], bytes] = msgspec.msgpack.Encoder().encode
 
 
-class _GroupCodec(_EntryCodec[GroupEntry]):
-    """Group with each record once; standings restore the bound ones."""
+class _GroupCodec(_EntryCodec[GroupHistory]):
+    """Group with each record once; their status restores the bound ones."""
 
     def __init__(self) -> None:
-        plain: _EntryCodec[GroupEntry] = _EntryCodec(GroupEntry)
+        plain: _EntryCodec[GroupHistory] = _EntryCodec(GroupHistory)
 
-        def encode(group: GroupEntry) -> bytes:
+        def encode(group: GroupHistory) -> bytes:
             for entry in group.requests.values():
                 entry.bound = None
             encoded = plain.encode(group)
             _bind(group)
             return encoded
 
-        def decode(data: Any) -> GroupEntry:
+        def decode(data: Any) -> GroupHistory:
             group = plain.decode(data)
             _bind(group)
             return group
@@ -81,9 +84,9 @@ class _GroupCodec(_EntryCodec[GroupEntry]):
         self.encode, self.decode = encode, decode
 
 
-def _bind(group: GroupEntry) -> None:
+def _bind(group: GroupHistory) -> None:
     for logged in group.records:
-        if logged.standing == "bound":
+        if logged.status == "bound":
             group.requests[logged.fact.trajectory].bound = logged
 
 

@@ -11,8 +11,9 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import TopicPartition
-from dora_pipe.ledger.account import Event, GroupEnded, RecordLogged, RunAccount, StepEnded
+from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
+from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span

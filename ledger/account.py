@@ -1,9 +1,7 @@
 """Outcomes of groups and steps, from control and decisions alone.
 
-A record counts if it is the first `trajectory logged` of a request's current attempt, by an
-incarnation that is not out, while the group waits. Others are `superseded`, or `fenced` with their
-incarnation. Memory depends on what is open. Independent of the orchestrator's fold, so that audit
-can compare both.
+`GroupLedger` judges records and attempts, for audit too. A commit counts if its batch is in
+training. Memory depends on what is open.
 """
 
 from __future__ import annotations
@@ -14,21 +12,20 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dora_pipe.ledger.evaluations import Evaluating, EvaluationEnded, samples_of
+from dora_pipe.ledger.groups import Change, GroupLedger
 from dora_pipe.ledger.history import (
-    Attempt,
-    AttemptOutcome,
     Batch,
     GroupHistory,
+    Moment,
     PartComputed,
     PartTaken,
-    RequestHistory,
+    RecordLogged,
     WorkerGone,
     WorkerHistory,
     batch_of,
     computed,
     last_of,
     note_end,
-    note_scores,
 )
 from dora_pipe.ledger.marks import Mark, MarkAccount, Stop, stopped_ns
 from dora_pipe.schemas.batch import parts_of, staleness_of
@@ -36,49 +33,29 @@ from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
     Command,
-    GroupScored,
-    RequestFailed,
-    RequestReleased,
     RoleStarted,
     RunStarted,
     StepCommitted,
     TakenGroup,
     TrajectoriesLogged,
     TrajectoryLogged,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerReady,
 )
-from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
     AnyDecision,
-    Assign,
-    Cancel,
-    Dispatch,
-    Drain,
     End,
-    EndSamples,
-    Fence,
     GroupExpired,
-    Migrate,
     Outcome,
     Round,
-    Schedule,
-    ScheduledRequest,
-    ScoreGroup,
     StopRun,
     TakeBatch,
     TakePart,
 )
 
-RecordStatus = Literal["bound", "superseded", "fenced"]
-"""Counts for its group; replaced by another; its worker was out."""
+GONE_KEPT: Final = 64
+"""Newest incarnations that are out and still tell late records of a worker that left."""
 
-REPORTS_KEPT: Final = 16
-"""Reports per worker to detect a repeated one."""
-
-JOINED_AGAIN: Final = "it joined again"
-"""Reason if a worker rejoined before it was missed."""
+PLACES_KEPT: Final = 4096
+"""Newest records kept to detect a report repeated for lack of an acknowledgment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,13 +153,6 @@ class BatchEnded:
     ended_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordLogged:
-    fact: TrajectoryLogged
-    status: RecordStatus
-    offset: int
-
-
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
 
 
@@ -197,11 +167,6 @@ class RunAccount:
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         """The first one; others do not count."""
-        self.open: dict[str, GroupHistory] = {}
-        self.workers: dict[int, WorkerHistory] = {}
-        """Present workers by incarnation."""
-        self.named: dict[str, WorkerHistory] = {}
-        """Newest incarnations."""
         self.over = False
         """Stopped, or all steps done."""
         self.free_ns = 0
@@ -209,13 +174,30 @@ class RunAccount:
         self.batch: Batch | None = None
         self.parts: list[PartTaken] = []
         """Parts of the next batch."""
-        self._reports: dict[int, deque[TrajectoriesLogged]] = {}
-        """Newest reports by incarnation, including the last few that are out."""
+        self._groups = GroupLedger()
+        self._places: dict[tuple[int, int], None] = {}
+        self._gone: deque[int] = deque()
+        """Incarnations that are out, oldest first."""
         self._marks = MarkAccount()
         self._next = 0
         self._trainer_incarnation = -1
         """-1 before a trainer started."""
         self._evaluating = Evaluating()
+
+    @property
+    def open(self) -> dict[str, GroupHistory]:
+        return self._groups.open
+
+    @property
+    def workers(self) -> dict[int, WorkerHistory]:
+        """Present workers by incarnation."""
+        workers = self._groups.workers.items()
+        return {incarnation: worker for incarnation, worker in workers if worker.gone is None}
+
+    @property
+    def named(self) -> dict[str, WorkerHistory]:
+        """Newest incarnations."""
+        return self._groups.named
 
     def present(self) -> list[WorkerHistory]:
         """Present workers by name."""
@@ -240,28 +222,14 @@ class RunAccount:
     def _happened(self, offset: int, fact: AnyControl) -> list[Event]:
         match fact:
             case TrajectoriesLogged():
-                found = () if self._repeated(fact) else fact.facts()
-                return [self._logged(one, offset) for one in found]
+                records = (one for one in fact.facts() if self._is_new(one))
+                judged = (self._groups.log(offset, one) for one in records)
+                return [record for record in judged if record is not None]
             case StepCommitted():
                 return self._committed(offset, fact)
-            case RunStarted():
-                self.started = self.started or fact
-            case WorkerJoined():
-                return self._joined(offset, fact)
-            case WorkerReady() if (worker := self.workers.get(fact.incarnation)) is not None:
-                worker.served = fact.version
-                worker.assigned.pop(fact.version, None)
-            case WorkerLeft():
-                return self._depart(fact.incarnation, "left", fact.at_ns, fact.reason)
-            case RequestReleased():
-                self._end_attempt(
-                    fact.trajectory, fact.attempt, fact.incarnation, "migrated", fact.at_ns
-                )
-            case RequestFailed():
-                self._failed(fact)
-            case GroupScored() if (group := self.open.get(fact.group)) is not None:
-                if fact.incarnation in self.workers:
-                    note_scores(group, fact)
+            case RunStarted() if self.started is None:
+                self.started = fact
+                self._groups.scored_together = frozenset(fact.scored_together)
             case RoleStarted(role="trainer"):
                 self._trainer_incarnation = fact.incarnation
                 self.free_ns = max(self.free_ns, fact.at_ns)
@@ -270,7 +238,7 @@ class RunAccount:
             case Command(verb="fail-batch"):
                 return self._end_batch("failed", f"by {fact.user}", fact.at_ns)
             case _:
-                pass
+                return self._changed(self._groups.fact(offset, fact))
         return []
 
     def round(self, round_: Round, offset: int) -> list[Event]:
@@ -295,31 +263,6 @@ class RunAccount:
     def _decided(self, decision: AnyDecision, round_: Round, offset: int) -> list[Event]:
         now_ns = round_.now_ns
         match decision:
-            case Schedule():
-                for request in decision.requests():
-                    self._placed(request, round_)
-            case Dispatch(spec=spec):
-                self.open[spec.group] = GroupHistory(
-                    spec=spec,
-                    reason=decision.reason,
-                    round=round_.ordinal,
-                    offset=offset,
-                    dispatched_ns=now_ns,
-                )
-            case Assign() if (worker := self.workers.get(decision.incarnation)) is not None:
-                worker.target = decision.version
-                worker.assigned[decision.version] = now_ns
-            case Drain() if (worker := self.workers.get(decision.incarnation)) is not None:
-                worker.draining = True
-            case ScoreGroup() if (group := self.open.get(decision.spec.group)) is not None:
-                group.scoring = group.asked = decision
-            case Migrate():
-                self._asked_to_move(decision, now_ns)
-            case Cancel():
-                at = (decision.trajectory, decision.attempt, decision.incarnation)
-                self._end_attempt(*at, "cancelled", now_ns, decision.reason)
-            case Fence():
-                return self._depart(decision.incarnation, "fenced", now_ns, decision.reason)
             case TakePart():
                 del self.parts[decision.part :]
                 self.parts.append(self._part(decision, decision.groups, now_ns))
@@ -327,19 +270,19 @@ class RunAccount:
                 return self._taken(decision, round_)
             case End():
                 return self._ended(decision, now_ns)
-            case EndSamples() if (group := self.open.get(decision.group)) is not None:
-                group.left = dict.fromkeys(decision.samples, decision.outcome)
             case StopRun():
                 self.over = True
             case _:
-                pass
+                at = Moment(round=round_.ordinal, offset=offset, now_ns=now_ns)
+                return self._changed(self._groups.decision(decision, at))
         return []
 
     def _ended(self, decision: End, now_ns: int) -> list[Event]:
-        group = self.open.pop(decision.group, None)
+        why = decision.reason
+        group = self._groups.end(decision.group, decision.outcome, why)
         if group is None:
             return []
-        why = decision.reason
+        self._forget(group)
         if decision.outcome == "evaluated" and self.started is not None:
             note_end(group, self.started)
         ended = GroupEnded(group=group, outcome=decision.outcome, why=why, ended_ns=now_ns)
@@ -380,126 +323,35 @@ class RunAccount:
             last=last_of(one for one in known if one is not None),
         )
 
-    def _joined(self, offset: int, fact: WorkerJoined) -> list[Event]:
+    def _changed(self, changes: Sequence[Change]) -> list[Event]:
+        """Add the marks of fenced workers; forget the oldest ones that are out."""
         events: list[Event] = []
-        before = self.named.get(fact.worker)
-        if before is not None and before.gone is None:
-            events += self._depart(before.incarnation, "fenced", fact.at_ns, JOINED_AGAIN)
-        self.named[fact.worker] = WorkerHistory(joined=fact, incarnation=offset)
-        self.workers[offset] = self.named[fact.worker]
+        for change in changes:
+            events.append(change)
+            if isinstance(change, WorkerGone):
+                worker, gone = change.worker, change.gone
+                if gone.how == "fenced":
+                    events += self._marks.gone(
+                        worker.name, worker.incarnation, gone.why, gone.at_ns, open_=self.step
+                    )
+                self._gone.append(worker.incarnation)
+        while len(self._gone) > GONE_KEPT:
+            del self._groups.workers[self._gone.popleft()]
         return events
 
-    def _failed(self, fact: RequestFailed) -> None:
-        found = self._present(fact.trajectory, fact.attempt, fact.incarnation)
-        if found is not None:
-            found[1].retryable = fact.retryable
-            why = f"{fact.error}: {fact.message}"
-            at = (fact.trajectory, fact.attempt, fact.incarnation)
-            self._end_attempt(*at, "failed", fact.at_ns, why)
+    def _forget(self, group: GroupHistory) -> None:
+        del self._groups.groups[group.spec.group]
+        for record in group.records:
+            del self._groups.logged[record.place]
 
-    def _placed(self, request: ScheduledRequest, round_: Round) -> None:
-        group = self.open.get(request.spec.group)
-        if group is None:
-            return
-        name = request.trajectory
-        history = group.requests.get(name)
-        if history is None:
-            history = group.requests[name] = RequestHistory(trajectory=name)
-        history.attempts.append(
-            Attempt(
-                attempt=request.attempt,
-                worker=request.worker,
-                incarnation=request.incarnation,
-                host=self.workers.get(request.incarnation),
-                round=round_.ordinal,
-                scheduled_ns=round_.now_ns,
-                reason=request.reason,
-                resumed=0 if request.resume is None else request.resume.tokens,
-            )
-        )
-
-    def _present(
-        self, trajectory: str, attempt: int, incarnation: int
-    ) -> tuple[RequestHistory, Attempt] | None:
-        """Return the current, unended attempt if it is the given one."""
-        group = self.open.get(group_of(trajectory))
-        request = None if group is None else group.requests.get(trajectory)
-        if request is None:
-            return None
-        present = request.attempts[-1]
-        if present.outcome or (present.attempt, present.incarnation) != (attempt, incarnation):
-            return None
-        return request, present
-
-    def _end_attempt(
-        self,
-        trajectory: str,
-        attempt: int,
-        incarnation: int,
-        outcome: AttemptOutcome,
-        at_ns: int,
-        why: str = "",
-    ) -> None:
-        found = self._present(trajectory, attempt, incarnation)
-        if found is not None:
-            found[1].outcome, found[1].ended_ns, found[1].why = outcome, at_ns, why
-
-    def _repeated(self, fact: TrajectoriesLogged) -> bool:
-        """Detect a report repeated for lack of an acknowledgment."""
-        reports = self._reports.setdefault(fact.incarnation, deque(maxlen=REPORTS_KEPT))
-        if fact in reports:
-            return True
-        reports.append(fact)
-        if len(self._reports) > len(self.workers) + REPORTS_KEPT:
-            del self._reports[next(one for one in self._reports if one not in self.workers)]
-        return False
-
-    def _logged(self, fact: TrajectoryLogged, offset: int) -> RecordLogged:
-        if fact.incarnation not in self.workers:
-            return RecordLogged(fact=fact, status=self._outdated(fact), offset=offset)
-        found = self._present(fact.trajectory, fact.attempt, fact.incarnation)
-        group = self.open.get(group_of(fact.trajectory))
-        if found is None or group is None or group.closed:
-            return RecordLogged(fact=fact, status="superseded", offset=offset)
-        request, attempt = found
-        group.valid += fact.reward is not None
-        request.logged, request.offset = fact, offset
-        attempt.outcome, attempt.ended_ns = "logged", fact.at_ns
-        return RecordLogged(fact=fact, status="bound", offset=offset)
-
-    def _outdated(self, fact: TrajectoryLogged) -> RecordStatus:
-        group = self.open.get(group_of(fact.trajectory))
-        request = None if group is None else group.requests.get(fact.trajectory)
-        attempts = () if request is None else request.attempts
-        left = any(
-            one.incarnation == fact.incarnation and one.outcome == "left" for one in attempts
-        )
-        return "superseded" if left else "fenced"
-
-    def _asked_to_move(self, decision: Migrate, now_ns: int) -> None:
-        found = self._present(decision.trajectory, decision.attempt, decision.incarnation)
-        if found is not None:
-            _, attempt = found
-            attempt.migration_ns = now_ns
-            attempt.migration_target = decision.to
-            attempt.migration_reason = decision.reason
-
-    def _depart(
-        self, incarnation: int, how: Literal["left", "fenced"], at_ns: int, why: str
-    ) -> list[Event]:
-        worker = self.workers.pop(incarnation, None)
-        if worker is None:
-            return []
-        gone = worker.gone = WorkerGone(worker=worker, how=how, why=why, at_ns=at_ns)
-        marks: list[Mark] = []
-        if how == "fenced":
-            marks = self._marks.gone(worker.name, incarnation, why, at_ns, open_=self.step)
-        for group in self.open.values():
-            for request in group.requests.values():
-                attempt = request.attempts[-1]
-                if attempt.incarnation == incarnation and not attempt.outcome:
-                    attempt.outcome, attempt.ended_ns, attempt.why = how, at_ns, why
-        return [gone, *marks]
+    def _is_new(self, fact: TrajectoryLogged) -> bool:
+        place = fact.partition, fact.offset
+        if place in self._places:
+            return False
+        self._places[place] = None
+        if len(self._places) > PLACES_KEPT:
+            del self._places[next(iter(self._places))]
+        return True
 
     def _refused(self, fact: BatchRefused) -> list[Event]:
         take = None if self.batch is None else self.batch.take
@@ -521,19 +373,24 @@ class RunAccount:
         if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
             return []  # its batch had ended
         self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
-        popped = (self.open.pop(one.group, None) for one in fact.groups)
-        groups = tuple(one for one in popped if one is not None)
+        why = f"batch of step {fact.step}, attempt {fact.attempt}"
+        known = [
+            self._groups.end(taken.group, "trained", why, step=fact.step) for taken in fact.groups
+        ]
+        groups = tuple(group for group in known if group is not None)
         trained: list[Event] = [
             GroupEnded(
                 group=one,
                 outcome="trained",
-                why=f"batch of step {fact.step}, attempt {fact.attempt}",
+                why=why,
                 ended_ns=fact.at_ns,
                 batch=batch,
                 batch_last=batch.last,
             )
             for one in groups
         ]
+        for group in groups:
+            self._forget(group)
         stops = tuple(self.stops)
         ended = StepEnded(fact=fact, offset=offset, batch=batch, groups=groups, stops=stops)
         return [*trained, ended]

@@ -12,7 +12,6 @@ from dora_pipe.ledger.account import (
     BatchEnded,
     Event,
     GroupEnded,
-    RecordLogged,
     RunAccount,
     StepEnded,
     mean,
@@ -22,6 +21,7 @@ from dora_pipe.ledger.history import (
     Attempt,
     Batch,
     GroupHistory,
+    RecordLogged,
     RequestHistory,
     WorkerGone,
     WorkerHistory,
@@ -57,7 +57,6 @@ from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,
     StepCommitted,
-    TrajectoryLogged,
     VersionsDropped,
     WeightsAdopted,
     WorkerJoined,
@@ -271,8 +270,8 @@ class CatalogueBuilder:
 
     def _gone(self, event: WorkerGone) -> None:
         self._rows.append(_worker_row(event.worker))
-        if event.how == "left":
-            self._said(event.at_ns, "worker-left", event.worker.name, event.why)
+        if event.gone.how == "left":
+            self._said(event.gone.at_ns, "worker-left", event.worker.name, event.gone.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
         lineage = fact.lineage
@@ -454,25 +453,20 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         tokens=sum(one.tokens for one in results),
     )
     for sample in range(spec.samples):
-        name = trajectory_id(spec.group, sample)
-        request = group.requests.get(name)
-        yield _trajectory_row(group, name, sample, request)
-        if request is not None:
-            for attempt in request.attempts:
-                yield _attempt_row(name, attempt)
+        request = group.requests[trajectory_id(spec.group, sample)]
+        yield _trajectory_row(group, sample, request)
+        for attempt in request.attempts:
+            yield _attempt_row(request.trajectory, attempt)
 
 
-def _trajectory_row(
-    group: GroupHistory, name: str, sample: int, request: RequestHistory | None
-) -> TrajectoryRow:
-    logged: TrajectoryLogged | None = None if request is None else request.logged
-    attempts = [] if request is None else request.attempts
+def _trajectory_row(group: GroupHistory, sample: int, request: RequestHistory) -> TrajectoryRow:
+    logged, attempts = request.logged, request.attempts
     present = attempts[-1] if attempts else None
     return TrajectoryRow(
-        trajectory_id=name,
+        trajectory_id=request.trajectory,
         group_id=group.spec.group,
         sample=sample,
-        outcome=group.left.get(sample),
+        outcome=request.left,
         attempts=len(attempts),
         scheduled_ns=attempts[0].scheduled_ns if attempts else None,
         worker=None if present is None else present.worker,
@@ -483,7 +477,7 @@ def _trajectory_row(
         record_offset=None if logged is None else logged.offset,
         tokens=None if logged is None else logged.tokens,
         reward=None if logged is None else logged.reward,
-        group_parts=parts_of(group, name),
+        group_parts=parts_of(group, request.trajectory),
         finish=None if logged is None else logged.finish,
         error_class=None if logged is None else error_class(logged.error) or None,
         error=None if logged is None else logged.error or None,

@@ -1,33 +1,64 @@
-"""Histories of groups, requests, batches and workers."""
+"""Histories of groups, requests, batches and workers.
+
+The numerous ones are Structs, because audit encodes them when it spills what has ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from dora_pipe.ledger.evaluations import Sample, part_means, samples_of
 from dora_pipe.ledger.marks import Stop, stopped_ns
-from dora_pipe.schemas.control import GroupScored, RunStarted, TrajectoryLogged, WorkerJoined
-from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome, ScoreGroup, TakeBatch
+from dora_pipe.schemas.control import (
+    GroupScored,
+    RunStarted,
+    ScoredSample,
+    TakenTrajectory,
+    TrajectoryLogged,
+    WorkerJoined,
+)
+from dora_pipe.schemas.identity import parse_trajectory_id
+from dora_pipe.schemas.rounds import GroupSpec, Outcome, SampleOutcome, ScoreGroup, TakeBatch
 from dora_pipe.schemas.wire import canonical
+
+RecordStatus = Literal["bound", "superseded", "fenced"]
+"""Counts for its group; replaced by another; its worker was out."""
+
+Departure = Literal["left", "fenced"]
 
 AttemptOutcome = Literal["", "logged", "migrated", "left", "fenced", "failed", "cancelled"]
 """End of an attempt; empty while it runs."""
 
+REQUEUED: Final = frozenset({"migrated", "left", "fenced", "failed"})
+"""Ends of an attempt after which another one may follow."""
 
-@dataclass(slots=True, kw_only=True)
-class Attempt:
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Place in the log where something took effect.
+
+    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``; `round` is -1 for unfolded
+    events.
+    """
+
+    round: int
+    offset: int
+    now_ns: int
+
+
+class Attempt(msgspec.Struct, kw_only=True, array_like=True):
     """An attempt, from placement to release."""
 
     attempt: int
     worker: str
     incarnation: int
-    host: WorkerHistory | None
-    """None if it never joined."""
+    host: str | None
+    engine: str | None
+    """Host and engine of the worker; None if it never joined."""
     round: int
     scheduled_ns: int
     reason: str
@@ -41,25 +72,124 @@ class Attempt:
     migration_target: str = ""
     migration_reason: str = ""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.attempt, self.incarnation
 
-@dataclass(slots=True, kw_only=True)
-class RequestHistory:
-    """A trajectory of a group."""
+
+class RecordLogged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A logged trajectory and whether it counts."""
+
+    fact: TrajectoryLogged
+    status: RecordStatus
+    offset: int
+    """Offset of its report in control."""
+    engine: int = -1
+    """Index in `GroupLedger.engines`; -1 if the worker is unknown."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.fact.partition, self.fact.offset
+
+    @property
+    def taken(self) -> TakenTrajectory:
+        fact = self.fact
+        return TakenTrajectory(
+            trajectory=fact.trajectory,
+            attempt=fact.attempt,
+            incarnation=fact.incarnation,
+            partition=fact.partition,
+            offset=fact.offset,
+            sha256=fact.sha256,
+        )
+
+
+class RequestHistory(msgspec.Struct, kw_only=True, array_like=True):
+    """A trajectory of a group, with its attempts."""
 
     trajectory: str
-    attempts: list[Attempt] = field(default_factory=list)
-    logged: TrajectoryLogged | None = None
-    offset: int = -1
+    attempts: list[Attempt] = []
+    bound: RecordLogged | None = None
+    scored: TrajectoryLogged | None = None
+    """Its record with the reward of a group scoring."""
+    faults: int = 0
+    """Attempts lost by error or with the worker."""
+    failed: bool = False
+    trained: int | None = None
+    """Step that trained it."""
+    left: SampleOutcome | None = None
+    """Its outcome if the group did not wait for it."""
+
+    @property
+    def logged(self) -> TrajectoryLogged | None:
+        """Return the record that counts, with the reward that counts."""
+        if self.scored is not None:
+            return self.scored
+        return None if self.bound is None else self.bound.fact
+
+    @property
+    def over(self) -> bool:
+        return self.bound is not None or self.failed or self.left is not None
+
+    @property
+    def running(self) -> Attempt | None:
+        """Return the newest attempt while it runs."""
+        last = self.attempts[-1] if self.attempts else None
+        return None if last is None or last.outcome or self.over else last
+
+    @property
+    def waiting(self) -> bool:
+        """Report whether it lost its worker and waits for a placement."""
+        last = self.attempts[-1].outcome if self.attempts else ""
+        return last in REQUEUED and not self.over
+
+    @property
+    def moving(self) -> bool:
+        """Report whether the worker of its newest attempt must release it."""
+        return bool(self.attempts) and self.attempts[-1].migration_ns > 0
 
     @property
     def moved(self) -> bool:
         return len(self.attempts) > 1
 
+    def was_placed(self, attempt: int, worker: str, incarnation: int) -> bool:
+        placement = (attempt, worker, incarnation)
+        return any((a.attempt, a.worker, a.incarnation) == placement for a in self.attempts)
+
+
+class Scoring(msgspec.Struct, kw_only=True, array_like=True):
+    """Scoring of a group as a whole."""
+
+    asked: list[ScoreGroup] = []
+    open: bool = False
+    """Neither answered nor lost."""
+    faults: int = 0
+    failed: bool = False
+    answer: GroupScored | None = None
+
+    @property
+    def samples(self) -> dict[str, ScoredSample]:
+        return {} if self.answer is None else {one.trajectory: one for one in self.answer.samples}
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        return {name: sample.reward for name, sample in self.samples.items()}
+
+    @property
+    def request(self) -> ScoreGroup | None:
+        """Return the newest decision, while it is open."""
+        return self.asked[-1] if self.open else None
+
+    def was_asked(self, attempt: int, worker: str, incarnation: int) -> ScoreGroup | None:
+        """Return the decision that asked this incarnation."""
+        key = (attempt, worker, incarnation)
+        asked = (one for one in self.asked if (one.attempt, one.worker, one.incarnation) == key)
+        return next(asked, None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGone:
-    worker: WorkerHistory = field(compare=False, repr=False)
-    how: Literal["left", "fenced"]
+class Gone:
+    how: Departure
     why: str
     at_ns: int
 
@@ -70,19 +200,45 @@ class WorkerHistory:
 
     joined: WorkerJoined
     incarnation: int
+    engine: int = -1
+    """Index in `GroupLedger.engines`."""
     target: int = -1
     """-1: none yet."""
     served: int = -1
     """Version last reported ready."""
     assigned: dict[int, int] = field(default_factory=dict)
     """Assignment times of versions not loaded yet."""
+    first_ready: dict[int, int] = field(default_factory=dict)
+    """Control offset at which each version was first ready; kept by audit."""
+    held: set[int] = field(default_factory=set)
+    """Versions served at once; kept by audit."""
+    awake: bool = False
+    """Assigned a version, no sleep reported since; kept by audit."""
     draining: bool = False
-    gone: WorkerGone | None = None
+    gone: Gone | None = None
 
     @property
     def name(self) -> str:
         """Shared by incarnations."""
         return self.joined.worker
+
+    @property
+    def departure(self) -> Literal["", "left", "fenced"]:
+        """How it ended; empty while present."""
+        return "" if self.gone is None else self.gone.how
+
+    @property
+    def several(self) -> bool:
+        """Report whether it can serve several versions at once."""
+        return self.joined.max_resident_versions > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """A worker that left or was fenced."""
+
+    worker: WorkerHistory
+    gone: Gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +339,7 @@ def arrival(fact: TrajectoryLogged) -> tuple[int, str]:
     return fact.at_ns, fact.trajectory
 
 
-@dataclass(slots=True, kw_only=True)
-class GroupHistory:
+class GroupHistory(msgspec.Struct, kw_only=True, array_like=True):
     """A group since its dispatch."""
 
     spec: GroupSpec
@@ -193,33 +348,69 @@ class GroupHistory:
     offset: int
     """Offset of its dispatch round."""
     dispatched_ns: int
-    requests: dict[str, RequestHistory] = field(default_factory=dict)
-    """Placed ones, by trajectory."""
-    scoring: ScoreGroup | None = None
-    asked: ScoreGroup | None = None
-    scores: GroupScored | None = None
-    """Answer that counts; sets the rewards of `requests`."""
+    requests: dict[str, RequestHistory] = {}
+    """All of them, by trajectory."""
+    records: list[RecordLogged] = []
+    """All logged records in fold order."""
+    scoring: Scoring | None = None
+    """None unless its source is scored as a group."""
     valid: int = 0
     """Records with a reward of their own."""
     expired: bool = False
-    left: dict[int, SampleOutcome] = field(default_factory=dict)
-    """Outcomes of trajectories that it did not wait for."""
+    """Exceeded the group timeout."""
+    taken: tuple[int, int] | None = None
+    """(step, attempt) of its batch; kept by audit."""
+    outcome: Outcome | None = None
+    why: str = ""
+    step: int | None = None
+    part: int = 0
+    """From 1; 0 if the batch had no parts; kept by audit."""
 
     @property
-    def closed(self) -> bool:
-        """Report whether it waits for no trajectory."""
-        return self.expired or (self.spec.redundancy > 0 and self.valid >= self.spec.size)
+    def closed(self) -> SampleOutcome | None:
+        """Outcome of open trajectories that it does not wait for."""
+        if self.expired:
+            return "expired"
+        return "redundant" if self.spec.redundancy and self.valid >= self.spec.size else None
 
     @property
     def whole(self) -> bool:
         """Report whether all its records are there."""
-        results = len(self.results)
-        return results == self.spec.samples or (self.closed and results > 0)
+        results = len(self.bound)
+        return results == self.spec.samples or (self.closed is not None and results > 0)
+
+    @property
+    def placed(self) -> list[RequestHistory]:
+        """Requests with an attempt, by trajectory."""
+        return [
+            self.requests[name] for name in sorted(self.requests) if self.requests[name].attempts
+        ]
+
+    @property
+    def open_samples(self) -> tuple[int, ...]:
+        numbered = enumerate(sorted(self.requests))
+        return tuple(sample for sample, name in numbered if not self.requests[name].over)
+
+    @property
+    def left(self) -> dict[int, SampleOutcome]:
+        """Outcomes of trajectories that it did not wait for, by sample."""
+        return {
+            parse_trajectory_id(name)[2]: request.left
+            for name, request in self.requests.items()
+            if request.left is not None
+        }
+
+    @property
+    def bound(self) -> list[RecordLogged]:
+        """Records that count, by trajectory."""
+        requests = (self.requests[name] for name in sorted(self.requests))
+        return [request.bound for request in requests if request.bound is not None]
 
     @property
     def results(self) -> list[TrajectoryLogged]:
-        requests = (self.requests[name] for name in sorted(self.requests))
-        return [one.logged for one in requests if one.logged is not None]
+        """Records that count by trajectory, with the rewards that count."""
+        logged = (self.requests[name].logged for name in sorted(self.requests))
+        return [fact for fact in logged if fact is not None]
 
     @property
     def rewards(self) -> list[float]:
@@ -228,6 +419,20 @@ class GroupHistory:
     @property
     def last(self) -> TrajectoryLogged | None:
         return max(self.results, key=arrival, default=None)
+
+    @property
+    def tokens(self) -> int:
+        return sum(record.fact.tokens for record in self.bound)
+
+    @property
+    def asked(self) -> ScoreGroup | None:
+        """Return the newest decision to score it."""
+        return self.scoring.asked[-1] if self.scoring and self.scoring.asked else None
+
+    @property
+    def scores(self) -> GroupScored | None:
+        """Return the scores that count."""
+        return None if self.scoring is None else self.scoring.answer
 
 
 def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
@@ -240,16 +445,9 @@ def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
 
 
 def note_scores(group: GroupHistory, fact: GroupScored) -> None:
-    """Note a score if its request is the latest."""
-    asked = group.scoring
-    if asked is None or (asked.attempt, asked.incarnation) != (fact.attempt, fact.incarnation):
-        return
-    group.scoring = None
-    if fact.error:
-        return
-    group.scores = fact
-    for one in fact.samples:
-        _count(group.requests[one.trajectory], one.reward, one.parts)
+    """Note the scores that count as the rewards of a group."""
+    for sample in fact.samples:
+        _count(group.requests[sample.trajectory], sample.reward, sample.parts)
 
 
 def note_end(group: GroupHistory, started: RunStarted) -> None:
@@ -280,6 +478,6 @@ def _count(
 ) -> None:
     logged = request.logged
     if logged is not None and logged.reward is not None:
-        request.logged = msgspec.structs.replace(
+        request.scored = msgspec.structs.replace(
             logged, reward=reward, parts={**logged.parts, **parts}
         )

@@ -90,13 +90,13 @@ class FailedTrajectories:
 
 def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
     """Yield (trajectory, error) of those without a valid reward or never sampled."""
-    for name, request in group.requests.items():
+    for request in group.placed:
         last = request.attempts[-1]
         if request.logged is not None:
             if request.logged.reward is None:
-                yield name, request.logged.error
+                yield request.trajectory, request.logged.error
         elif last.outcome == "failed":
-            yield name, last.why
+            yield request.trajectory, last.why
 
 
 def no_gradient(ended: StepEnded, count: int, steps: int) -> str:

@@ -14,7 +14,6 @@ from dora_pipe.ledger.account import (
     BatchEnded,
     Event,
     GroupEnded,
-    RecordLogged,
     RunAccount,
     StepEnded,
     mean,
@@ -23,6 +22,7 @@ from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower, LogMeter
 from dora_pipe.ledger.history import (
     GroupHistory,
+    RecordLogged,
     WorkerGone,
     WorkerHistory,
     parts_by_task,
@@ -182,7 +182,7 @@ class WorkerView:
     @property
     def gone(self) -> Literal["", "left", "fenced"]:
         """How the newest incarnation ended; empty while present."""
-        return "" if self.history.gone is None else self.history.gone.how
+        return self.history.departure
 
     @property
     def sampled(self) -> int:
@@ -463,7 +463,7 @@ class RunStats:
                 case EvaluationEnded():
                     self._evaluated(event)
                 case WorkerGone():
-                    self.lost[event.how] += 1
+                    self.lost[event.gone.how] += 1
                 case Mark():
                     self._mark(event)
                 case BatchEnded():

@@ -292,7 +292,8 @@ class _Present:
         still_open = [name for name in names if not _is_logged(group, name)]
         due = f"deadline {spec.deadline}" if spec.purpose == "train" else "evaluation"
         what = f"{len(still_open)} of {spec.samples} trajectories open"
-        worker = "" if group.scoring is None else group.scoring.worker
+        request = None if group.scoring is None else group.scoring.request
+        worker = "" if request is None else request.worker
         what = f"group scoring on {worker}" if worker else what
         ago = duration(self._ago_s(group.dispatched_ns))
         line = f"{spec.group} (version {spec.version}, {due}): {what}, dispatched {ago} ago"
@@ -303,7 +304,7 @@ class _Present:
 
     def _trajectory(self, name: str, group: GroupHistory, path: tuple[str, ...]) -> tuple[str, ...]:
         request = group.requests.get(name)
-        attempt = request.attempts[-1] if request is not None else None
+        attempt = request.attempts[-1] if request is not None and request.attempts else None
         if attempt is None or attempt.outcome:
             again = f"; attempt {attempt.attempt} ended: {attempt.outcome}" if attempt else ""
             return (f"{name}: queued for a slot of version {group.spec.version}{again}",)

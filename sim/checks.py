@@ -16,10 +16,10 @@ from dora_pipe.audit.bound_ledger import outlook_of, why_infeasible
 from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.check_steps import check_steps
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import GroupEntry, Moment, RequestEntry, WorkerEntry
 from dora_pipe.audit.findings import Check, Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.ledger.history import GroupHistory, Moment, RequestHistory, WorkerHistory
 from dora_pipe.orchestrator.entities import OPEN_TIMES
 from dora_pipe.schemas.control import (
     BatchRefused,
@@ -118,7 +118,6 @@ class RequestNotes:
     """Tokens that its lost worker had reported; it must resume there or later."""
     kv: Blob | None = None
     """KV cache of a move until placed."""
-    cancelled: bool = False
 
 
 class LiveLedger(Ledger):
@@ -146,9 +145,7 @@ class LiveLedger(Ledger):
         return [
             name
             for name, entry in self._open_requests()
-            if entry.placements[-1:]
-            and entry.placements[-1].incarnation == incarnation
-            and self._runs(entry)
+            if entry.running is not None and entry.running.incarnation == incarnation
         ]
 
     def known(self, trajectory: str, tokens: int) -> None:
@@ -172,35 +169,30 @@ class LiveLedger(Ledger):
         assert in_force is not None
         return in_force
 
-    def _there(self) -> Iterator[tuple[int, WorkerEntry]]:
+    def _there(self) -> Iterator[tuple[int, WorkerHistory]]:
         return (
             (incarnation, worker)
             for incarnation, worker in self.accounts.workers.items()
-            if not worker.departure
+            if worker.gone is None
         )
 
-    def _open_requests(self) -> Iterator[tuple[str, RequestEntry]]:
+    def _open_requests(self) -> Iterator[tuple[str, RequestHistory]]:
         return (pair for group in self.accounts.open.values() for pair in group.requests.items())
 
-    def _runs(self, entry: RequestEntry) -> bool:
-        return entry.runs and not self._requests[entry.trajectory].cancelled
-
-    def _present(self, fact: Any) -> RequestEntry | None:
+    def _present(self, fact: Any) -> RequestHistory | None:
         entry = self.accounts.request(fact.trajectory)
         worker = self.accounts.workers.get(fact.incarnation)
-        if entry is None or worker is None or worker.departure or not self._runs(entry):
+        attempt = None if entry is None or worker is None or worker.gone else entry.running
+        if attempt is None or attempt.key != (fact.attempt, fact.incarnation):
             return None
-        last = entry.placements[-1]
-        return (
-            entry if (last.attempt, last.incarnation) == (fact.attempt, fact.incarnation) else None
-        )
+        return entry
 
-    def _has(self, incarnation: int, worker: WorkerEntry, version: int) -> bool:
+    def _has(self, incarnation: int, worker: WorkerHistory, version: int) -> bool:
         if worker.several:
             return version in worker.held
         return worker.target == self._workers[incarnation].loaded == version
 
-    def _due_outcome(self, group: GroupEntry) -> str:
+    def _due_outcome(self, group: GroupHistory) -> str:
         if group.spec.group in self._failed:
             return "failed"
         outlook = outlook_of(group, self._in_force.config.rollout)
@@ -216,7 +208,7 @@ class LiveLedger(Ledger):
         for name, count in self.counted.items():
             counts[f"fact {name}"] += count
         for logged in accounts.logged.values():
-            counts[f"fact {logged.standing}"] += 1
+            counts[f"fact {logged.status}"] += 1
         for outcome, count in sums.groups.items():
             counts[f"group {outcome}"] += count
         for worker in accounts.workers.values():
@@ -282,7 +274,7 @@ class LiveLedger(Ledger):
         super().fact(fact, moment)
         if isinstance(record, WorkerReady):
             worker = self.accounts.workers.get(record.incarnation)
-            if worker is not None and not worker.departure and record.version == worker.target:
+            if worker is not None and worker.gone is None and record.version == worker.target:
                 self._workers[record.incarnation].loaded = record.version
 
     def _released(self, fact: RequestReleased) -> None:
@@ -355,14 +347,13 @@ class LiveLedger(Ledger):
         what = f"{who} is admitted while version {orphans[:1]} has no host"
         self._require("admission", not orphans, what)
 
-    def _queued(self, entry: RequestEntry) -> bool:
-        over = entry.over or self._requests[entry.trajectory].cancelled
-        return not over and (entry.waiting or not entry.placements)
+    def _queued(self, entry: RequestHistory) -> bool:
+        return entry.waiting or not (entry.over or entry.attempts)
 
     def _take(self, batch: TakeBatch) -> None:
         for taken in batch.groups:
             group = self.accounts.open.get(taken.group)
-            counts = () if group is None else tuple(result.taken for result in group.results)
+            counts = () if group is None else tuple(record.taken for record in group.bound)
             what = f"batch {batch.step}/{batch.attempt} has other records of {taken.group}"
             self._require("binding", taken.trajectories == counts, what)
 
@@ -371,7 +362,7 @@ class LiveLedger(Ledger):
         group = self.accounts.open.get(name)
         if group is None:
             return
-        running = [who for who, entry in group.requests.items() if self._runs(entry)]
+        running = [who for who, entry in group.requests.items() if entry.running]
         self._require("outcome", not running, f"{name} ends while {running[:1]} is placed")
         due = self._due_outcome(group)
         if decision.outcome == "cancelled" and not due:
@@ -389,7 +380,7 @@ class LiveLedger(Ledger):
     def _end_samples(self, decision: EndSamples) -> None:
         group = self.accounts.open.get(decision.group)
         entries = {} if group is None else group.requests
-        running = [who for who, entry in entries.items() if self._runs(entry)]
+        running = [who for who, entry in entries.items() if entry.running]
         what = f"{decision.group} ends trajectories while {running[:1]} is placed"
         self._require("outcome", not running, what)
 
@@ -416,7 +407,7 @@ class LiveLedger(Ledger):
         for request in decision.requests():
             self._place_one(request)
 
-    def _fits(self, decision: Schedule, worker: WorkerEntry, who: str) -> None:
+    def _fits(self, decision: Schedule, worker: WorkerHistory, who: str) -> None:
         """Check that requests have a slot or prefetch room, and that off-engine requests are
         bounded."""
         notes, here = self._workers[decision.incarnation], len(self.placed_on(decision.incarnation))
@@ -457,7 +448,6 @@ class LiveLedger(Ledger):
     def _cancel(self, decision: Cancel) -> None:
         what = f"{decision.trajectory} is cancelled where it is not placed"
         self._require("placement", self._present(decision) is not None, what)
-        self._requests[decision.trajectory].cancelled = True
 
     def _assign(self, decision: Assign) -> None:
         worker = self.accounts.workers.get(decision.incarnation)

@@ -270,7 +270,7 @@ _STATES: Final = (
     *(f"group {outcome}" for outcome in get_args(Outcome)),
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
     *HAD,
-    *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
+    *(f"worker {how}" for how in ("left", "fenced", "there")),
     *(f"staleness {number}" for number in range(4)),
     *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),
     *(f"orchestrator: {how}" for how in ("ended", "killed", "Fenced", "OutcomeUnknown")),

@@ -31,7 +31,6 @@ from dora_pipe.observe.traces.span import (
 )
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
-from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described, Segment, Times
@@ -123,7 +122,7 @@ class _Sample:
     @property
     def _unawaited_outcome(self) -> SampleOutcome | None:
         """Return the outcome of a trajectory that its group did not wait for."""
-        return self._ended.group.left.get(parse_trajectory_id(self._request.trajectory)[2])
+        return self._request.left
 
     def _why(self) -> str:
         if self._unawaited_outcome is not None:
@@ -177,7 +176,6 @@ class _Sample:
     def _request_attributes(self, attempt: Attempt) -> Attributes:
         spec, run = self._spec, self._run
         sampling = run.sampling if spec.purpose == "train" else run.eval_sampling
-        worker = None if attempt.host is None else attempt.host.joined
         return {
             names.OPERATION: "text_completion",
             names.PROVIDER: PROVIDER,
@@ -192,8 +190,8 @@ class _Sample:
             names.VERSION: spec.version,
             names.WORKER: attempt.worker,
             names.INCARNATION: attempt.incarnation,
-            names.HOST: None if worker is None else worker.host,
-            names.ENGINE: None if worker is None else f"{worker.engine} {worker.engine_version}",
+            names.HOST: attempt.host,
+            names.ENGINE: attempt.engine,
         }
 
     def _result_attributes(self, attempt: Attempt, segments: list[Segment]) -> Attributes:
@@ -437,11 +435,11 @@ class _Group:
         """Return the publication time by trajectory, and the clock skew."""
         came: dict[str, int] = {}
         skew_ns = 0
-        for name, request in sorted(self.ended.group.requests.items()):
+        for request in self.ended.group.placed:
             reached = _Sample(self, request).spans(self.root)
             skew_ns = max(skew_ns, reached.skew_ns)
             if request.logged is not None:
-                came[name] = reached.at_ns
+                came[request.trajectory] = reached.at_ns
         if len(came) > 1:
             last = max(came, key=lambda name: (came[name], name))
             logged = self.ended.group.requests[last].logged

@@ -50,7 +50,7 @@ def test_memory_of_an_audit_follows_what_is_open(recorded: RecordedRun) -> None:
     def note() -> None:
         ledger = auditor.books.ledger
         ended.append(len(ledger.accounts.groups) - len(ledger.accounts.open))
-        ended.append(sum(bool(worker.departure) for worker in ledger.accounts.workers.values()))
+        ended.append(sum(worker.gone is not None for worker in ledger.accounts.workers.values()))
         old.extend([len(ledger.versions), len(ledger.steps), len(ledger.takes)])
 
     with (

@@ -90,7 +90,7 @@ def is_mixed(trajectory: Trajectory) -> bool:
 
 def bound(ledger: Ledger) -> list[str]:
     facts = ledger.accounts.logged.values()
-    return [fact.fact.trajectory for fact in facts if fact.standing == "bound"]
+    return [fact.fact.trajectory for fact in facts if fact.status == "bound"]
 
 
 def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regenerated]:

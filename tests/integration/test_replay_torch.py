@@ -94,7 +94,7 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
         entry.trajectory
         for group in ledger.accounts.groups.values()
         for entry in group.requests.values()
-        if any(placement.resume is not None for placement in entry.placements)
+        if any(attempt.resumed for attempt in entry.attempts)
     ]
     assert moved
     engine = cluster.parts.engine(cluster.assets, config, cluster.clock)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.entries import Moment
 from dora_pipe.audit.ledger import Ledger
+from dora_pipe.ledger.history import Moment
 from dora_pipe.orchestrator.process.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Migrate, Schedule
@@ -77,7 +77,7 @@ def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
 def ledger(cluster: Cluster) -> Ledger:
     ledger = build_ledger(cluster.bus, cluster.topics)
     for worker in ledger.accounts.workers.values():
-        worker.departure = ""
+        worker.gone = None
     return ledger
 
 
@@ -141,6 +141,6 @@ def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
     ledger.accounts.open[bound.fact.group] = ledger.accounts.groups[bound.fact.group]
     ledger._check_served(fact)
     assert not ledger.findings.violations
-    ledger.accounts.workers[bound.fact.incarnation].served.clear()
+    ledger.accounts.workers[bound.fact.incarnation].first_ready.clear()
     ledger._check_served(fact)
     assert "never served version" in ledger.findings.violations[-1].line

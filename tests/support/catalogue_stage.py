@@ -123,6 +123,7 @@ class ToldRun(ABC):
         text: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self.now_ns += SECOND_NS
+        offset = offset or _place_of(spec, attempt)
         entries = tuple(
             LoggedEntry(
                 trajectory=trajectory_id(spec.group, sample),
@@ -148,6 +149,11 @@ class ToldRun(ABC):
                 trajectories=entries,
             )
         )
+
+
+def _place_of(spec: GroupSpec, attempt: int) -> int:
+    """Return the first record's offset, its own for every attempt."""
+    return 1000 * spec.ordinal + 100 * (attempt - 1) + 50 * (spec.purpose == "eval")
 
 
 class CatalogueStage(ToldRun):
@@ -267,7 +273,7 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
         name: (
             group.outcome or "open",
             group.step,
-            tuple((result.fact.trajectory, *result.place) for result in group.results),
+            tuple((result.fact.trajectory, *result.place) for result in group.bound),
         )
         for name, group in ledger.accounts.groups.items()
     }
@@ -278,7 +284,7 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
     ]
     counted: dict[str, int] = {}
     for fact in ledger.accounts.logged.values():
-        counted[fact.standing] = counted.get(fact.standing, 0) + 1
+        counted[fact.status] = counted.get(fact.status, 0) + 1
     if counted != standings:
         results.append(f"records: {counted} by the ledger, {standings} by the catalogue")
     return results

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
-from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.bus.bus import Bus
+from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.span import Link, Span
 from dora_pipe.observe.traces.tracer import Tracer
@@ -74,13 +74,13 @@ def undeclared(span: Span) -> list[str]:
     return [key for key in keys if key not in stages()[span.stage].attributes]
 
 
-def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
+def _check_trained(group: GroupHistory, spans: Sequence[Span], step: Span) -> int:
     stages = _by(spans, lambda span: span.stage)
     (root,), (dispatched,) = stages["group"], stages["dispatched"]
     (selected,), (trained,) = stages["selected"], stages["trained"]
     own = {str(stage.attributes[names.TRAJECTORY]): stage for stage in stages["trajectory"]}
     links = {link.span_id: link for link in step.links}
-    for logged in group.results:
+    for logged in group.bound:
         name = logged.fact.trajectory
         trajectory = own[name]
         below = [span for span in spans if span.parent_id == trajectory.span_id]
@@ -99,7 +99,7 @@ def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
     assert [(link.trace_id, link.span_id) for link in trained.links] == [
         (step.trace_id, step.span_id)
     ]
-    return len(group.results)
+    return len(group.bound)
 
 
 def check_way(trajectory: Span, below: Sequence[Span]) -> None:

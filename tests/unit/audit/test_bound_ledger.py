@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of, why_infeasible
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import GroupEntry, Logged, Moment, RequestEntry
 from dora_pipe.config.changes import with_settings
+from dora_pipe.ledger.history import GroupHistory, RecordLogged, RequestHistory
 from dora_pipe.orchestrator import staleness
 from dora_pipe.schemas.control import Command, TrajectoryLogged
 from dora_pipe.schemas.identity import trajectory_id
@@ -19,7 +19,6 @@ from dora_pipe.schemas.rounds import GroupSpec
 from tests.support.orchestrator_records import make_config
 from tests.support.worker import spec_of
 
-AT = Moment(round=1, offset=1, now_ns=1)
 DEADLINES = st.lists(st.integers(0, 6), max_size=12)
 
 
@@ -111,7 +110,7 @@ def test_the_batch_that_may_be_taken_is_that_of_the_orchestrator(
         if done[ordinal]
     )
     for entry in finished:
-        group = GroupEntry(spec=_spec(entry.ordinal, entry.deadline), reason="", at=AT)
+        group = _history(_spec(entry.ordinal, entry.deadline))
         books.settle(group, "finished")
     theirs = staleness.next_batch(finished, Counter(deadlines), step=0, per_step=per_step)
     names = [entry.group for entry in (theirs or finished[:per_step])]
@@ -134,16 +133,22 @@ def test_two_batches_are_never_in_training() -> None:
     assert books.why_not_take(1, [], EffectiveConfig(make_config())) == "step 0 is being trained"
 
 
-def _group(*endings: float | str | None, size: int = 4) -> GroupEntry:
+def _history(spec: GroupSpec, requests: dict[str, RequestHistory] | None = None) -> GroupHistory:
+    return GroupHistory(
+        spec=spec, reason="", round=1, offset=1, dispatched_ns=1, requests=requests or {}
+    )
+
+
+def _group(*endings: float | str | None, size: int = 4) -> GroupHistory:
     spec = msgspec.structs.replace(spec_of(0), size=size)
     entries = {}
     for sample, ending in enumerate([*endings, *["running"] * (size - len(endings))]):
         name = trajectory_id(spec.group, sample)
-        entry = entries[name] = RequestEntry(trajectory=name)
+        entry = entries[name] = RequestHistory(trajectory=name)
         entry.failed = ending == "failed"
         if not isinstance(ending, str):
-            entry.bound = Logged(fact=_fact(name, ending), standing="bound", at=AT, engine=0)
-    return GroupEntry(spec=spec, reason="", at=AT, requests=entries)
+            entry.bound = RecordLogged(fact=_fact(name, ending), status="bound", offset=1)
+    return _history(spec, entries)
 
 
 def _fact(name: str, reward: float | None) -> TrajectoryLogged:

@@ -74,7 +74,7 @@ def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRu
         entry
         for group in _ledger(recorded).accounts.groups.values()
         for entry in group.requests.values()
-        if entry.placements[-1].resume is not None
+        if entry.attempts[-1].resumed
     )
     description = _tell(recorded, moved.trajectory)
     assert len(description["attempts"]) >= 2
@@ -85,7 +85,7 @@ def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRu
 
 def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) -> None:
     fenced = next(
-        fact for fact in _ledger(recorded).accounts.logged.values() if fact.standing == "fenced"
+        fact for fact in _ledger(recorded).accounts.logged.values() if fact.status == "fenced"
     )
     description = _tell(recorded, fenced.fact.trajectory)
     assert sorted(row["status"] for row in description["records"]) == ["bound", "fenced"]

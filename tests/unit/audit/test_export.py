@@ -156,7 +156,7 @@ def test_every_trajectory_that_counts_is_one_row(recorded: RecordedRun, tmp_path
     trajectories = {
         logged.fact.trajectory
         for logged in ledger.accounts.logged.values()
-        if logged.standing == "bound"
+        if logged.status == "bound"
     }
     assert {row["trajectory"] for row in rows} == trajectories
     assert len(rows) == len(trajectories)

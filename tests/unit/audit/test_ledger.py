@@ -71,7 +71,7 @@ def test_books_of_a_run_with_faults_balance(seed: int) -> None:
     outcomes = Counter(group.outcome for group in ledger.accounts.groups.values())
     assert outcomes == state.counters.outcomes
     assert outcomes.total() == state.counters.dispatched + state.counters.evaluations
-    standings = Counter(fact.standing for fact in ledger.accounts.logged.values())
+    standings = Counter(fact.status for fact in ledger.accounts.logged.values())
     assert standings["bound"] == state.counters.logged
     assert not ledger.accounts.open
     assert fold.state is not None
@@ -94,12 +94,12 @@ def test_late_records_of_a_fenced_worker_are_fenced() -> None:
     world = _world(2, Chances(freeze=0.1))
     world.run()
     ledger, _ = _read(world)
-    fenced = [fact for fact in ledger.accounts.logged.values() if fact.standing == "fenced"]
+    fenced = [fact for fact in ledger.accounts.logged.values() if fact.status == "fenced"]
     assert len(fenced) == world.machine.state.counters.fenced > 0
     for element in fenced:
         worker = ledger.accounts.workers[element.fact.incarnation]
-        assert worker.departed is not None
-        assert element.at.offset > worker.incarnation
+        assert worker.departure == "fenced"
+        assert element.offset > worker.incarnation
         entry = ledger.accounts.request(element.fact.trajectory)
         assert entry is not None
         assert entry.bound is not element
@@ -189,7 +189,7 @@ def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     assert _lines(ledger) == []
     (attempted,) = ledger.not_trained
     assert attempted.step == raced[0]
-    assert "after its batch had been ended" in attempted.why
+    assert "after its batch was ended" in attempted.why
     assert list(ledger.steps) == list(range(10))
     commits = [fact for fact in _facts(world) if isinstance(fact, StepCommitted)]
     assert [commit.step for commit in commits].count(raced[0]) == 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.ledger.account import REPORTS_KEPT, GroupEnded, RecordLogged, StepEnded
+from dora_pipe.ledger.account import GONE_KEPT, GroupEnded, StepEnded
+from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.schemas.control import AnyControl, BatchRefused
 from dora_pipe.schemas.rounds import Dispatch, End, Fence, StopRun
 from tests.support.account_stage import (
@@ -108,13 +109,15 @@ def test_memory_holds_what_is_open_alone() -> None:
     fact = _finished().fact(commit(300))
     assert fact.account.open == {}
     fenced = Fence(reason="silent", worker="w0", incarnation=W0)
-    fact.decide(310, fenced).fact(logged(320, "w0", W0, FIRST))
+    fact.decide(310, fenced).fact(logged(320, "w0", W0, FIRST, offset=11))
     event = fact.events[-1]
     assert isinstance(event, RecordLogged)
     assert event.status == "fenced"
-    for again in range(100):
+    for again in range(2 * GONE_KEPT):
         incarnation = 1000 + again
         fact.account.fact(incarnation, joined("w9"))
-        fact.fact(logged(400, "w9", incarnation, FIRST))
+        fact.fact(logged(400, "w9", incarnation, FIRST, offset=incarnation))
     assert set(fact.account.workers) == {W1, incarnation}
-    assert len(fact.account._reports) <= REPORTS_KEPT + 2
+    groups = fact.account._groups
+    assert len(groups.workers) == GONE_KEPT + 2
+    assert not groups.groups and not groups.logged

@@ -225,7 +225,7 @@ def test_report_that_a_worker_repeats_is_counted_once() -> None:
         stage.log(spec, incarnation, 1.0, 0.0)
     assert stage.stats.trajectories == {("stop", "yes"): 2}
     assert stage.stats.meter.topics["trajectories"].records == 2
-    stage.log(spec, incarnation, 1.0, 0.0)
+    stage.logged(spec, incarnation, (1.0, 0.0), offset=900)
     assert stage.stats.lengths.observations == 4, "another report names other records"
 
 

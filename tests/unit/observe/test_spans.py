@@ -87,10 +87,11 @@ def _in_parts() -> list[Span]:
         *(Dispatch(reason="room", spec=entry) for entry in (spec(), spec(other))),
         *(place("w0", W0, 0, 1, of=entry) for entry in (spec(), spec(other))),
     )
-    stage.fact(logged(200, "w0", W0, first)).fact(logged(210, "w0", W0, second))
+    stage.fact(logged(200, "w0", W0, first, offset=30))
+    stage.fact(logged(210, "w0", W0, second, offset=31))
     part = TakePart(reason="one", step=4, attempt=1, part=0, groups=(taken(other),), settings={})
     stage.decide(300, part)
-    stage.fact(logged(550, "w0", W0, FIRST)).fact(logged(600, "w0", W0, SECOND))
+    stage.fact(logged(550, "w0", W0, FIRST)).fact(logged(600, "w0", W0, SECOND, offset=10))
     batch = replace(take(), groups=(taken(other), taken()), parts=(1,))
     stage.decide(700, batch)
     done = replace(commit(1000), groups=batch.groups, parts=(1,), early_s=(0.25,))

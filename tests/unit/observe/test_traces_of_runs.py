@@ -47,7 +47,7 @@ def test_what_went_wrong_is_told_where_it_went_wrong(spans: list[Span], ledger: 
     resumed = [attempt for attempt in attempts if names.RESUMED in attempt.attributes]
     assert resumed
     invalid = [span for span in spans if span.stage == "reward" and span.error]
-    bound = [result for group in ledger.accounts.groups.values() for result in group.results]
+    bound = [result for group in ledger.accounts.groups.values() for result in group.bound]
     assert len(invalid) == sum(report.fact.reward is None for report in bound)
     assert invalid[0].error.startswith("ValueError")
 
@@ -65,7 +65,7 @@ def test_tokens_of_the_attempts_are_those_of_the_trajectory(
     logged = {
         result.fact.trajectory: result.fact.tokens
         for group in ledger.accounts.groups.values()
-        for result in group.results
+        for result in group.bound
     }
     assert {name: stage[name] for name in logged} == logged
 

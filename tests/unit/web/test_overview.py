@@ -16,7 +16,7 @@ from dora_pipe.observe.web.overview import PHASES, overview
 from dora_pipe.observe.web.timeline import SLICES_MAX, utilisation
 from dora_pipe.observe.web.view import view_of
 from dora_pipe.schemas.control import Command, RequestReleased
-from dora_pipe.schemas.rounds import Fence, GroupSpec, StopRun
+from dora_pipe.schemas.rounds import Fence, GroupSpec, Migrate, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SAMPLES, SECOND_NS, START_NS, CatalogueStage
 from tests.support.ui_stage import view_of_told
@@ -174,7 +174,7 @@ def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None
     incarnation = stage.worker()
     spec = _done(stage, 0, incarnation)
     stage.decide(Fence(reason="silent", worker="w0", incarnation=incarnation))
-    stage.log(spec, incarnation)
+    stage.log(spec, incarnation, offset=900)
     totals = _overview(stage)["totals"]
     assert (totals["trajectories"], totals["not_counting"], totals["tokens"]) == (2, 2, 40)
     (row,) = _overview(stage)["timeline"]["rows"]
@@ -242,9 +242,18 @@ def test_a_request_that_is_let_go_leaves_its_slot(stage: CatalogueStage, how: st
     incarnation = stage.worker(slots=2)
     spec = stage.group(0)
     placed = stage.placed(spec, "w0", incarnation)
-    stage.decide(placed)
-    stage.now_ns += SECOND_NS
     first = placed.requests()[0]
+    move = Migrate(
+        reason="room",
+        trajectory=first.trajectory,
+        attempt=1,
+        worker="w0",
+        incarnation=incarnation,
+        to="w1",
+        to_incarnation=incarnation + 1,
+    )
+    stage.decide(placed, *([move] if how == "released" else []))
+    stage.now_ns += SECOND_NS
     if how == "failed":
         stage.fact(records.failed(first))
     elif how == "released":

@@ -270,12 +270,12 @@ class Auditor:
         for name in topics.all():
             if name in there and name != topics.metrics:
                 wanted = config.bus.partitions if config is not None and name in many else 1
-                message = "has other partitions than the run's: what lies beyond is read by nobody"
+                message = "has another number of partitions than the run reads"
                 found = bus.partitions(name)
                 self.books.findings.same("records", name, message, expected=wanted, found=found)
         for name in sorted(there.difference(topics.all())):
             if name.startswith(f"{topics.run}."):
-                self.books.findings.notes.append(f"topic {name} is none that this version knows")
+                self.books.findings.notes.append(f"topic {name} is unknown to this version")
 
     def _judge_unnamed(self) -> None:
         """Check records without an event, except those appended during this audit."""

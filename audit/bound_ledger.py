@@ -140,16 +140,16 @@ class BoundLedger:
         """Return why a batch may not record this `async_batches`, or ""."""
         staleness, before = in_force.config.staleness, self.in_flight
         if staleness.async_batches != "auto":
-            return "" if batches is None else f"C is set, and it says {batches:g}"
+            return "" if batches is None else f"it records async_batches {batches:g}, which is set"
         if batches is None:
-            return "it does not say C"
+            return "it records no async_batches"
         most = max(_AUTOMATIC_MIN, staleness.max_staleness + 1.0)
         if batches == before:
             return ""  # a lower bound also applies (`why_not_admit`)
         if not _AUTOMATIC_MIN <= batches <= most:
-            return f"C is {batches:g}, and not between {_AUTOMATIC_MIN:g} and {most:g}"
+            return f"async_batches {batches:g} is not between {_AUTOMATIC_MIN:g} and {most:g}"
         if abs(batches - min(before, most)) > _CHANGE_MAX:
-            return f"C was {before:g} and is {batches:g} at once"
+            return f"async_batches changes from {before:g} to {batches:g} in one batch"
         return ""
 
     def why_not_take(

@@ -117,7 +117,7 @@ class FoldCheck:
             check_digest(state, round_)
             return
         expected, found = _first_difference(again, round_.decisions)
-        message = "its plan is not what its planner decides on what stood in the log"
+        message = "its plan differs from the one recomputed from the log"
         self._findings.add(
             "decisions", f"round {round_.ordinal}", message, expected=expected, found=found
         )
@@ -125,7 +125,9 @@ class FoldCheck:
         self.wrong += 1
         if self.wrong >= REMADE_WRONG_MAX:
             self._stop_planning()
-            self._findings.notes.append("after so many plans that differ no more were made again")
+            self._findings.notes.append(
+                f"plans are not recomputed after {REMADE_WRONG_MAX} that differ"
+            )
 
     def _draws(self, state: State, round_: Round) -> Samplers | None:
         """Return the user's samplers if their code is unchanged; else note it and use recorded

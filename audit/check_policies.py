@@ -107,7 +107,7 @@ class PolicyCheck:
         message = "the tensors of its file are not those of its manifest"
         expected, there = set(manifest.tensors), set(found.tensors)
         self._findings.same("policies", who, message, expected=expected, found=there)
-        message = "its manifest says another size than its file has"
+        message = "its file has another size than its manifest"
         self._findings.same("policies", who, message, expected=manifest.bytes, found=found.bytes)
 
     def _assets(self, digest: str) -> None:
@@ -142,7 +142,7 @@ class PolicyCheck:
             self._findings.add("policies", who, error.message)
 
     def _sized(self, who: str, path: Path, blob: Blob) -> None:
-        message = "the commit says another size than its file has"
+        message = "its file has another size than its commit"
         found = path.stat().st_size
         self._findings.same("policies", who, message, expected=blob.bytes, found=found)
 
@@ -249,7 +249,7 @@ class DeltaCheck:
             self._absent[who, fact.step if fact.full else version] = error.message
             self._unproven = -1 if fact.full else version
             return
-        message = "what it makes is not what its commit says"
+        message = "the weights it builds are not those of its commit"
         expected = (fact.policy.bytes, set(fact.policy.tensors))
         found = (made.bytes, set(made.tensors))
         self._findings.same("policies", who, message, expected=expected, found=found)

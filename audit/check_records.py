@@ -91,7 +91,7 @@ class RecordCheck:
             self._wrong(one.headers.trajectory, message, self._ledger.run, one.headers.run)
             return
         if one.other_key:
-            message = f"lies under another key, at {one.where}"
+            message = f"has another key than its group, at {one.where}"
             self._wrong(one.headers.trajectory, message, one.headers.group, one.other_key)
         if logged is None:
             self._not_logged(one, one.headers)
@@ -103,13 +103,13 @@ class RecordCheck:
         """Report a named record that is missing."""
         partition, offset = logged.place
         where = f"trajectories:{partition}:{offset}"
-        message = f"was logged, but its record is not there at {where}"
+        message = f"was logged, but {where} has no record"
         self._wrong(logged.fact.trajectory, message)
 
     def cut(self, partition: int, end: int, gone: Iterable[RecordLogged]) -> None:
         """Report logged records after the end of their partition."""
         offsets = [logged.fact.offset for logged in gone]
-        message = f"was cut: {len(offsets)} records that were logged lie behind its end"
+        message = f"was cut before {len(offsets)} logged records"
         expected = f"end > {max(offsets)}"
         self._wrong(f"trajectories:{partition}", message, expected, end)
 
@@ -131,7 +131,9 @@ class RecordCheck:
         entry = self._ledger.accounts.request(headers.trajectory)
         worker = self._ledger.accounts.workers.get(headers.incarnation)
         if entry is None:
-            self._wrong(headers.trajectory, f"lies at {one.where} but was never dispatched")
+            self._wrong(
+                headers.trajectory, f"has a record at {one.where}, but was never dispatched"
+            )
             return
         departure = "" if worker is None else worker.departure
         if departure == "fenced":
@@ -214,7 +216,7 @@ class RecordCheck:
         self._dispatched(who, _OF_HEADERS, stamped, found)
         published = self._ledger.versions.get(headers.version)
         if published is None:
-            message = f"is of version {headers.version}, which nobody published"
+            message = f"is of version {headers.version}, which was never published"
             self._findings.add("C1", who, message)
             return
         self._findings.looked["C1"] += 1
@@ -267,7 +269,11 @@ class RecordCheck:
             return
         self._findings.looked["records"] += 1
         if wanted != (found is not None):
-            message = "says nothing of experts" if wanted else "says of experts what nobody asked"
+            message = (
+                "has no routed experts"
+                if wanted
+                else "has routed experts that the run does not record"
+            )
             self._wrong(who, message, expected=wanted, found=not wanted)
         self.seen.mixture = self.seen.mixture or found
         if found is not None and found != self.seen.mixture:
@@ -294,7 +300,7 @@ class RecordCheck:
         self._findings.looked[check] += 1
         if expected == found:
             return
-        message = f"{name} in the record is not what `trajectory logged` says"
+        message = f"{name} in the record differs from `trajectory logged`"
         self._findings.add(check, who, message, expected=expected, found=found)
 
     def _dispatched(

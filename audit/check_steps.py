@@ -57,7 +57,7 @@ class _Look:
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         if entry.take is not None and entry.taken_at is not None:
             self._as_taken(entry, entry.take)
-            message = "names another place to go on from than behind the decision that took it"
+            message = "`decisions_next` is not the offset after the decision that took its batch"
             behind = entry.taken_at.offset + 1
             findings.same("batches", who, message, expected=behind, found=fact.decisions_next)
             message = "was trained in other parts than it was taken in"
@@ -80,7 +80,7 @@ class _Look:
         if fact.adopted and not any(
             one.incarnation == fact.incarnation for one in self._ledger.adopted
         ):
-            findings.add("steps", who, "says it adopted weights, which its trainer never said")
+            findings.add("steps", who, "adopted weights without a `weights adopted` of its trainer")
         if not fact.dropped or entry.take is None:
             return
         # Always kept (docs/storage.md).
@@ -95,7 +95,7 @@ class _Look:
         for name in sorted(taken.keys() | trained.keys()):
             self._findings.looked["batches"] += 1
             if taken.get(name) != trained.get(name):
-                message = f"step {entry.step} trained something else than what was taken"
+                message = f"step {entry.step} trained another group than its batch has"
                 self._findings.add(
                     "batches",
                     name,
@@ -155,13 +155,17 @@ class _Look:
         logged = self._ledger.accounts.logged.get((one.partition, one.offset))
         where = f"trajectories:{one.partition}:{one.offset}"
         if logged is None or logged.fact.trajectory != who:
-            findings.add("batches", who, f"step {step} trained {where}, which nobody logged as it")
+            findings.add(
+                "batches",
+                who,
+                f"step {step} trained {where}, which was never logged as this trajectory",
+            )
         elif logged.status != "bound":
             message = f"step {step} trained a {logged.status} record ({where})"
             bound = "nothing" if entry.bound is None else _place(entry.bound.taken)
             findings.add("batches", who, message, expected=bound, found=_place(one))
         else:
-            message = f"step {step} names its record otherwise than `trajectory logged`"
+            message = f"step {step} names another record than `trajectory logged`"
             expected, found = _place(logged.taken), _place(one)
             findings.add("batches", who, message, expected=expected, found=found)
 

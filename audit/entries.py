@@ -1,4 +1,4 @@
-"""Entries of audit's ledger beside those of groups, requests and workers."""
+"""Entries of audit's ledger for batches, steps and versions."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Ledger:
         if self.started is None and not isinstance(record, RunStarted):
             self._wrong(at, "comes before `run started`")
         if fact.key and fact.key != key_of(record):
-            self._wrong(at, "lies under another key", key_of(record) or "none", fact.key)
+            self._wrong(at, "has another key", key_of(record) or "none", fact.key)
         self._known(record, at)
 
     def _known(self, record: AnyControl, at: Moment) -> None:
@@ -231,7 +231,9 @@ class Ledger:
             return
         version = self.versions.get(fact.version)
         if version is None:
-            self._wrong(at, f"{fact.worker} hosts version {fact.version}, which nobody published")
+            self._wrong(
+                at, f"{fact.worker} hosts version {fact.version}, which was never published"
+            )
         elif worker is not None:
             who = f"{fact.worker} at control:{at.offset}"
             message = f"hosts other weights than the published ones of version {fact.version}"
@@ -298,7 +300,7 @@ class Ledger:
         self._dropped(fact, at)
         self._check_adapter(fact)
         first = self.steps.get(fact.step)
-        if first is None and not self._counts(fact, take):
+        if first is None and not self._counts(fact, take, at):
             return
         self.unread_steps.append(entry)
         if first is not None:
@@ -315,7 +317,7 @@ class Ledger:
                 number = part if fact.parts else 0
                 self.accounts.end(group.group, "trained", why, step=fact.step, part=number)
 
-    def _counts(self, fact: StepCommitted, take: TakeBatch | None) -> bool:
+    def _counts(self, fact: StepCommitted, take: TakeBatch | None, at: Moment) -> bool:
         """Report whether a commit is of the batch in training.
 
         A trainer may commit while a user ends its batch; the orchestrator then retrains the step.
@@ -326,7 +328,7 @@ class Ledger:
             message = f"attempt {fact.attempt} was committed, which no decision took"
             self.findings.add("batches", f"step {fact.step}", message)
         else:
-            why = "committed after its batch was ended"
+            why = f"committed at control:{at.offset}, after its batch had ended"
             self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
         return False
 

@@ -198,12 +198,12 @@ class Legality:
             said = " ".join(verb)
             self._wrong(
                 where,
-                f"{said} speaks to {name} under incarnation {incarnation}, which never joined",
+                f"{said} names {name} of incarnation {incarnation}, which never joined",
             )
             return None
         if worker.gone is not None:
             said, end = " ".join(verb), "left" if worker.gone.how == "left" else "was fenced"
-            message = f"{said} speaks to {name} of incarnation {incarnation}, which {end}"
+            message = f"{said} names {name} of incarnation {incarnation}, which {end}"
             self._wrong(where, message)
         return worker
 
@@ -246,7 +246,7 @@ class Legality:
             return
         if group.spec is not decision.spec and group.spec != decision.spec:
             expected, found = _differing(group.spec, decision.spec)
-            message = f"is placed in {where} otherwise than its group was dispatched"
+            message = f"is placed in {where} with another spec than its group's dispatch"
             self._wrong(who, message, expected, found)
         attempt = entry.attempts[-1].attempt + 1 if entry.attempts else 1
         if decision.attempt != attempt:
@@ -278,7 +278,9 @@ class Legality:
         source = self._worker(decision.worker, decision.incarnation, where, "move", who)
         if not decision.to:
             if source is not None and source.target != NO_VERSION:
-                self._wrong(who, f"moves in {where} to nobody from a worker that is not to sleep")
+                self._wrong(
+                    who, f"moves in {where} without a target, but its worker has no order to sleep"
+                )
             return
         to = self._worker(decision.to, decision.to_incarnation, where, "move", who)
         if to is not None and not _has(to, group.spec.version):
@@ -290,12 +292,12 @@ class Legality:
         who = decision.spec.group
         group = self._ledger.accounts.open.get(who)
         if group is None or group.scoring is None:
-            self._wrong(who, f"is to be scored in {where}, but is not open, or not so scored")
+            self._wrong(who, f"is to be scored in {where}, but is not open or has no group scoring")
             return
         self._worker(decision.worker, decision.incarnation, where, "score", who)
         scoring, results = group.scoring, group.bound
         if group.spec != decision.spec:
-            self._wrong(who, f"is to be scored in {where} otherwise than it was dispatched")
+            self._wrong(who, f"is to be scored in {where} with another spec than its dispatch")
         if scoring.open or scoring.answer or scoring.failed:
             self._wrong(who, f"is to be scored in {where} again, without need")
         attempt = len(scoring.asked) + 1
@@ -323,7 +325,7 @@ class Legality:
         version = self._ledger.versions.get(decision.version)
         if version is None:
             found = f"version {decision.version}"
-            self._wrong(where, f"assigns {found} to {decision.worker}, which nobody published")
+            self._wrong(where, f"assigns {found} to {decision.worker}, which was never published")
         elif version.digest != decision.digest:
             message = f"assigns {decision.worker} weights that are not version {decision.version}"
             self._wrong(where, message, version.digest, decision.digest)
@@ -390,7 +392,7 @@ class Legality:
         if group.closed and group.open_samples:
             self._wrong(taken.group, f"is taken by {who} before its other trajectories have ended")
         scored = {} if group.scoring is None else group.scoring.rewards
-        message = f"is taken by {who} with other rewards than `group scored` says"
+        message = f"is taken by {who} with other rewards than `group scored`"
         self._findings.same("batches", taken.group, message, expected=scored, found=taken.rewards)
 
     def _end(self, decision: End, where: str) -> None:
@@ -507,7 +509,7 @@ def _expected(
     train = spec.purpose == "train"
     task = _task(config, before) if train else config.task_of(evaluated or config.evaluation)
     source = identity.source_of(spec.purpose, task.name if train else spec.evaluation)
-    data = started.data(source) or DataSet(digest=f"none is said of {source}", rows=1)
+    data = started.data(source) or DataSet(digest=f"no data set of {source}", rows=1)
     common: dict[str, int | str] = {
         "ordinal": ordinal,
         "group": identity.group_id(spec.purpose, ordinal),

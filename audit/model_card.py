@@ -94,7 +94,10 @@ def _origin(
         yield "which came from", f"run `{run['lineage_run']}`, step {run['lineage_step']}"
     yield "weights", f"`{digests[version]}`"
     if config.lora.rank and version:
-        yield "trained", f"an adapter of rank {config.lora.rank}, merged; it lies in `adapter/`"
+        yield (
+            "trained",
+            f"an adapter of rank {config.lora.rank}, merged; `adapter/` has it unmerged",
+        )
     yield "config, tokenizer, template", f"`{run['assets_digest']}`"
     yield "training data", f"{run['dataset_rows']} rows, `{run['dataset_digest']}`"
     if run["eval_rows"]:
@@ -114,9 +117,9 @@ def _made_again(name: str, version: int) -> Iterator[str]:
     if not version:
         yield "These are the weights that the run started from."
         return
-    yield "With the run's log and its store, the last step is trained again, bit for bit, by\n"
+    yield "This command trains the last step again bit for bit, from the run's log and store:\n"
     yield f"```console\n$ dora-pipe replay {name} --from {version - 1} --to {version}\n```\n"
-    yield "and whether the whole log holds is said by `dora-pipe audit`."
+    yield "`dora-pipe audit` verifies the whole log."
 
 
 def _table(columns: Sequence[str], rows: Collection[Any] | Iterator[Any]) -> str:

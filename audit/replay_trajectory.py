@@ -158,7 +158,7 @@ def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
         if one.kind == "model" and one.start < end and one.end > start
     }
     if len(found) != 1:
-        who = f"{trajectory.trajectory}: tokens {start} to {end}, behind one prefill,"
+        who = f"{trajectory.trajectory}: tokens {start} to {end}, after one prefill,"
         raise InvariantBroken(f"{who} were sampled by versions {sorted(found)}")
     return found.pop()
 
@@ -367,7 +367,7 @@ def _compare(run: _Run, segment: PrefillSegment) -> str:
         if found != expected:
             return f"token {segment.start + place} is {found}, recorded is {expected}"
     if len(made) != size:
-        return f"{len(made)} tokens behind the prefill at {segment.start}, recorded are {size}"
+        return f"{len(made)} tokens after the prefill at {segment.start}, recorded are {size}"
     pairs = (("logprobs", run.logprobs), ("sampler_logprobs", run.sampler))
     for name, values in pairs:
         expected_bits = _bits(getattr(recorded, name)[segment.start : segment.end])

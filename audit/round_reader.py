@@ -112,7 +112,7 @@ class RoundReader:
                 continue
             if record.key:
                 who = f"round {round_.ordinal}"
-                findings.add("rounds", who, "lies under a key", expected="none", found=record.key)
+                findings.add("rounds", who, "has a key", expected="none", found=record.key)
             folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
             _check_link(at, round_, folded, findings)
             at.offset, at.sha256 = record.offset, sha256_hex(record.value)

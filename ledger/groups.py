@@ -224,7 +224,7 @@ class GroupLedger:
         known = self.logged.get(logged.place)
         if known is not None:
             if known.fact != fact:
-                self._wrong(offset, f"logs the record at {logged.place} a second time, otherwise")
+                self._wrong(offset, f"logs the record at {logged.place} again with other fields")
             return None
         self.logged[logged.place] = logged
         group.records.append(logged)
@@ -325,7 +325,7 @@ class GroupLedger:
             return
         group = self.open[group_of(fact.trajectory)]
         if not request.moving and not group.closed:
-            self._wrong(offset, f"{fact.trajectory} is released although nobody asked to move it")
+            self._wrong(offset, f"{fact.trajectory} is released without a decision to move it")
             return
         _end(attempt, "migrated", fact.at_ns)
 

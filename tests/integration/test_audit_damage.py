@@ -38,9 +38,9 @@ DAMAGES: list[tuple[Callable[[Tamper], str], str, str]] = [
     (damage.train_fenced, "batches", "trained a fenced record"),
     (damage.train_beyond_deadline, "C3", "was trained beyond its deadline"),
     (damage.change_round, "decisions", "is dispatched with a wrong index"),
-    (damage.change_reward, "records", "reward in the record is not what `trajectory logged` says"),
-    (damage.change_answer, "records", "answer in the record is not what `trajectory logged` says"),
-    (damage.change_part, "records", "reward parts in the record is not what `trajectory logged`"),
+    (damage.change_reward, "records", "reward in the record differs from `trajectory logged`"),
+    (damage.change_answer, "records", "answer in the record differs from `trajectory logged`"),
+    (damage.change_part, "records", "reward parts in the record differs from `trajectory logged`"),
     (damage.change_weights, "policies", "holds other weights"),
     (damage.change_contributions, "policies", "was changed: its sha256 differs"),
     (damage.change_checkpoint, "policies", "was changed: its sha256 differs"),
@@ -151,9 +151,9 @@ def test_record_under_another_key_is_named(copy: RecordedRun) -> None:
         log.put(replace(ready, key=b"w9"))
         log.put(replace(log.rows("decisions")[40], key=b"w9"))
     lines = _lines(audited(copy))
-    assert f"records {fact.trajectory}: lies under another key" in lines
-    assert f"control control:{ready.offset}: lies under another key" in lines
-    assert "rounds round 40: lies under a key" in lines
+    assert f"records {fact.trajectory}: has another key" in lines
+    assert f"control control:{ready.offset}: has another key" in lines
+    assert "rounds round 40: has a key" in lines
     assert lines.count("\n") == 2
 
 
@@ -164,8 +164,8 @@ def test_topic_with_other_partitions_than_the_run_has_is_named(copy: RecordedRun
     log.close()
     report = audited(copy)
     (line,) = [violation.line for violation in report.violations]
-    assert "recorded.control: has other partitions than the run's" in line
-    assert any("topic recorded.more is none" in note for note in report.notes)
+    assert "recorded.control: has another number of partitions" in line
+    assert any("topic recorded.more is unknown" in note for note in report.notes)
 
 
 def test_records_in_no_topic_and_in_no_partition_are_named_by_the_command(

@@ -155,7 +155,7 @@ def test_every_other_field_is_named(copy: RecordedRun, tmp_path: Path) -> None:
     [
         ({"dropped": [0]}, "drops version 0, which retention keeps"),
         ({"dropped": ["pinned"]}, "which retention keeps"),
-        ({"adopted": True}, "says it adopted weights, which its trainer never said"),
+        ({"adopted": True}, "adopted weights without a `weights adopted`"),
     ],
 )
 def test_commit_that_excuses_what_is_missing_is_named(

@@ -339,7 +339,7 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "strange worker": (_placed(incarnation=99_999), "decisions", "which never joined"),
     "fenced worker": (_placed_on_a_fenced_worker, "decisions", "which was fenced"),
     "assigned weights": (_assigned_other_weights, "decisions", "weights that are not version"),
-    "assigned nothing": (_assigned_unpublished, "decisions", "which nobody published"),
+    "assigned nothing": (_assigned_unpublished, "decisions", "which was never published"),
     "batch": (_another_batch, "decisions", "not the 4 earliest deadlines"),
     "batch attempt": (_batch_under_another_attempt, "decisions", "under a wrong attempt"),
     "settings": (_other_settings, "batches", "with other settings than those in force"),
@@ -356,7 +356,11 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
         "was never dispatched",
     ),
     "logged by nobody": (_logged({}, incarnation=99_999), "control", "never joined"),
-    "ready for nothing": (_fact(WorkerReady, 3, version=99), "control", "which nobody published"),
+    "ready for nothing": (
+        _fact(WorkerReady, 3, version=99),
+        "control",
+        "which was never published",
+    ),
     "ready stranger": (_fact(WorkerReady, 3, incarnation=99_999), "control", "never joined with"),
     "served weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),
     "another run": (_fact(RunStarted, 0, run="other"), "control", "starts another run"),
@@ -409,12 +413,12 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "error of an invalid reward": (
         _with_another_error,
         "records",
-        "error in the record is not what `trajectory logged` says",
+        "error in the record differs from `trajectory logged`",
     ),
     "where to go on": (
         _forged_commit(lambda value: {"decisions_next": value.decisions_next - 1}),
         "batches",
-        "another place to go on from",
+        "`decisions_next` is not the offset after",
     ),
 }
 """What is changed, the check that must find it, and what it must say."""

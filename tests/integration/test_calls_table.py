@@ -81,7 +81,7 @@ def test_audit_holds_the_counts_against_the_record(
         log.mend()
     code, out, _ = call("audit", run.directory, "--no-store")
     assert code == 5
-    assert "calls in the record is not what `trajectory logged` says" in out
+    assert "calls in the record differs from `trajectory logged`" in out
 
 
 def _is(row: Row, name: str) -> bool:

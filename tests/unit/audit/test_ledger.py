@@ -189,7 +189,7 @@ def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     assert _lines(ledger) == []
     (attempted,) = ledger.not_trained
     assert attempted.step == raced[0]
-    assert "after its batch was ended" in attempted.why
+    assert "after its batch had ended" in attempted.why
     assert list(ledger.steps) == list(range(10))
     commits = [fact for fact in _facts(world) if isinstance(fact, StepCommitted)]
     assert [commit.step for commit in commits].count(raced[0]) == 2

@@ -200,7 +200,7 @@ class AuditedGroups(GroupLedger):
 
     def spill(self, groups: Iterable[GroupHistory]) -> None:
         """Spill ended groups and departed workers, if there is a storage."""
-        self.workers.spill([at for at, worker in self.workers.items() if worker.gone])
+        self.workers.spill([worker.incarnation for worker in self.workers.values() if worker.gone])
         for group in self.groups.spill(group.spec.group for group in groups):
             self.sums.add(group)
             for record in group.records:

@@ -222,8 +222,8 @@ class RunAccount:
     def _happened(self, offset: int, fact: AnyControl) -> list[Event]:
         match fact:
             case TrajectoriesLogged():
-                records = (one for one in fact.facts() if self._is_new(one))
-                judged = (self._groups.log(offset, one) for one in records)
+                records = (record for record in fact.facts() if self._is_new(record))
+                judged = (self._groups.log(offset, record) for record in records)
                 return [record for record in judged if record is not None]
             case StepCommitted():
                 return self._committed(offset, fact)
@@ -273,8 +273,8 @@ class RunAccount:
             case StopRun():
                 self.over = True
             case _:
-                at = Moment(round=round_.ordinal, offset=offset, now_ns=now_ns)
-                return self._changed(self._groups.decision(decision, at))
+                moment = Moment(round=round_.ordinal, offset=offset, now_ns=now_ns)
+                return self._changed(self._groups.decision(decision, moment))
         return []
 
     def _ended(self, decision: End, now_ns: int) -> list[Event]:

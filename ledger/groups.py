@@ -115,7 +115,7 @@ class GroupLedger:
         """Apply a control record; return the judged records and the workers that are out."""
         match fact:
             case TrajectoriesLogged():
-                judged = (self.log(offset, one) for one in fact.facts())
+                judged = (self.log(offset, record) for record in fact.facts())
                 return [record for record in judged if record is not None]
             case WorkerJoined():
                 return self._joined(offset, fact)
@@ -136,15 +136,15 @@ class GroupLedger:
                 self._scored(offset, fact)
         return []
 
-    def decision(self, decision: AnyDecision, at: Moment) -> list[Change]:
+    def decision(self, decision: AnyDecision, moment: Moment) -> list[Change]:
         """Apply a decision; return the workers that are out."""
-        now_ns = at.now_ns
+        now_ns = moment.now_ns
         match decision:
             case Schedule():
                 for request in decision.requests():
-                    self._placed(request, at)
+                    self._placed(request, moment)
             case Dispatch():
-                self._dispatched(decision, at)
+                self._dispatched(decision, moment)
             case Migrate():
                 attempt = self._attempt(decision.trajectory, decision.attempt, decision.incarnation)
                 if attempt is not None:
@@ -221,9 +221,9 @@ class GroupLedger:
             self._wrong(offset, f"logs {what}, but no decision placed it there")
         status = _status(fact, group, request, worker)
         logged = RecordLogged(fact=fact, status=status, offset=offset, engine=worker.engine)
-        known = self.logged.get(logged.place)
-        if known is not None:
-            if known.fact != fact:
+        first = self.logged.get(logged.place)
+        if first is not None:
+            if first.fact != fact:
                 self._wrong(offset, f"logs the record at {logged.place} again with other fields")
             return None
         self.logged[logged.place] = logged
@@ -239,17 +239,17 @@ class GroupLedger:
         return self.open.get(name) or self.groups.get(name)
 
     def _joined(self, offset: int, fact: WorkerJoined) -> list[Change]:
-        gone: list[Change] = []
+        changes: list[Change] = []
         before = self.named.get(fact.worker)
         if before is not None:
-            gone += self._depart(before.incarnation, "fenced", fact.at_ns, JOINED_AGAIN)
+            changes += self._depart(before.incarnation, "fenced", fact.at_ns, JOINED_AGAIN)
         key = (fact.engine, fact.engine_version, fact.device, fact.dtype)
         engine = self.engines.setdefault(key, EngineEntry(number=len(self.engines)))
         engine.workers += 1
         engine.missing = tuple(name for name in CAPABILITIES if name not in fact.declares)
         worker = WorkerHistory(joined=fact, incarnation=offset, engine=engine.number)
         self.workers[offset] = self.named[fact.worker] = worker
-        return gone
+        return changes
 
     def _depart(self, incarnation: int, how: Departure, at_ns: int, why: str) -> list[Change]:
         """Mark an incarnation as out and requeue its requests."""
@@ -268,25 +268,25 @@ class GroupLedger:
                 self._not_scored(group, scoring, fault=how != "left")
         return [WorkerGone(worker=worker, gone=worker.gone)]
 
-    def _dispatched(self, decision: Dispatch, at: Moment) -> None:
+    def _dispatched(self, decision: Dispatch, moment: Moment) -> None:
         spec = decision.spec
         if spec.group in self.groups:
-            message = f"is dispatched a second time in round {at.round}"
+            message = f"is dispatched a second time in round {moment.round}"
             self.wrong("C2", spec.group, message)
             return
         names = (trajectory_id(spec.group, sample) for sample in range(spec.samples))
         group = GroupHistory(
             spec=spec,
             reason=decision.reason,
-            round=at.round,
-            offset=at.offset,
-            dispatched_ns=at.now_ns,
+            round=moment.round,
+            offset=moment.offset,
+            dispatched_ns=moment.now_ns,
             requests={name: RequestHistory(trajectory=name) for name in names},
             scoring=Scoring() if spec.source in self.scored_together else None,
         )
         self.groups[spec.group] = self.open[spec.group] = group
 
-    def _placed(self, request: ScheduledRequest, at: Moment) -> None:
+    def _placed(self, request: ScheduledRequest, moment: Moment) -> None:
         history = self.request(request.trajectory)
         if history is None:
             return
@@ -299,8 +299,8 @@ class GroupLedger:
                 incarnation=request.incarnation,
                 host=None if joined is None else joined.host,
                 engine=None if joined is None else f"{joined.engine} {joined.engine_version}",
-                round=at.round,
-                scheduled_ns=at.now_ns,
+                round=moment.round,
+                scheduled_ns=moment.now_ns,
                 reason=request.reason,
                 resumed=0 if request.resume is None else request.resume.tokens,
             )
@@ -362,8 +362,8 @@ class GroupLedger:
             what = f"attempt {fact.attempt} of {fact.group} by {fact.worker}"
             self._wrong(offset, f"scores {what}, but no decision asked for it")
             return
-        named = [one.trajectory for one in asked.trajectories]
-        if not fact.error and [one.trajectory for one in fact.samples] != named:
+        named = [taken.trajectory for taken in asked.trajectories]
+        if not fact.error and [sample.trajectory for sample in fact.samples] != named:
             message = f"scores other trajectories of {fact.group} than it was asked about"
             self._wrong(offset, message)
             return

@@ -169,7 +169,11 @@ class Scoring(msgspec.Struct, kw_only=True, array_like=True):
 
     @property
     def samples(self) -> dict[str, ScoredSample]:
-        return {} if self.answer is None else {one.trajectory: one for one in self.answer.samples}
+        return (
+            {}
+            if self.answer is None
+            else {sample.trajectory: sample for sample in self.answer.samples}
+        )
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -183,8 +187,10 @@ class Scoring(msgspec.Struct, kw_only=True, array_like=True):
     def was_asked(self, attempt: int, worker: str, incarnation: int) -> ScoreGroup | None:
         """Return the decision that asked this incarnation."""
         key = (attempt, worker, incarnation)
-        asked = (one for one in self.asked if (one.attempt, one.worker, one.incarnation) == key)
-        return next(asked, None)
+        for decision in self.asked:
+            if (decision.attempt, decision.worker, decision.incarnation) == key:
+                return decision
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,17 +301,14 @@ def _next_attempt(fact: TrajectoriesLogged) -> dict[str, Any]:
 
 
 def _with_another_error(log: Tamper) -> str:
-    found = (
-        (row, fact, place)
-        for row, fact in log.facts(TrajectoriesLogged)
-        for place, entry in enumerate(fact.trajectories)
-        if entry.error
-    )
-    row, fact, place = next(found)
-    entries = list(fact.trajectories)
-    entries[place] = msgspec.structs.replace(entries[place], error=f"{entries[place].error}x")
-    log.rewrite(row, msgspec.structs.replace(fact, trajectories=tuple(entries)))
-    return entries[place].trajectory
+    for row, fact in log.facts(TrajectoriesLogged):
+        for entry in fact.trajectories:
+            if entry.error:
+                forged = msgspec.structs.replace(entry, error=f"{entry.error}x")
+                entries = tuple(forged if same is entry else same for same in fact.trajectories)
+                log.rewrite(row, msgspec.structs.replace(fact, trajectories=entries))
+                return entry.trajectory
+    raise AssertionError("no trajectory has an error")
 
 
 def _joined_later(fact: WorkerReady) -> bool:

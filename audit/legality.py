@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import StepEntry, Taken, VersionEntry
+from dora_pipe.audit.entries import StepEntry, VersionEntry
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
 from dora_pipe.audit.row_ledger import RowLedger
@@ -60,7 +60,6 @@ class Booked(Protocol):
     accounts: AuditedGroups
     started: RunStarted | None
     stopped: Moment | None
-    takes: SpillDict[tuple[int, int], Taken]
     version: int
     versions: SpillDict[int, VersionEntry]
 

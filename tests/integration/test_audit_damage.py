@@ -24,7 +24,7 @@ from tests.support.tamper import Tamper
 CHAIN = "the chain is broken"
 
 DAMAGES: list[tuple[Callable[[Tamper], str], str, str]] = [
-    (damage.remove_trajectory, "records", "was logged, but its record is not there"),
+    (damage.remove_trajectory, "records", "was logged, but trajectories:"),
     (damage.change_token, "records", "are not those that were logged (sha256)"),
     (damage.change_token, "records", "are not those its headers name (sha256)"),
     (damage.change_token_and_record, "records", "are not those that were logged (sha256)"),

@@ -203,7 +203,7 @@ CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
     ("decisions", TakeBatch, lambda value: put(value, step=value.step + 1), 0),
     ("decisions", TakeBatch, lambda value: put(value, groups=value.groups[1:]), 0),
     ("batches", StepCommitted, lambda value: put(value, groups=value.groups[1:]), 0),
-    ("steps", StepCommitted, lambda value: put(value, step=value.step + 1), 1),
+    ("batches", StepCommitted, lambda value: put(value, step=value.step + 1), 1),
     ("steps", StepCommitted, lambda value: put(value, digest_before="0" * 64), 1),
     ("assign", Assign, lambda value: [value, value], 0),
     ("lease", Assign, _fenced, 0),

@@ -55,7 +55,7 @@ def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun)
     assert code == 0, err
     assert "C2: outcome of every dispatched group" in out
     assert "BROKEN" not in out
-    assert out.count(" ok") == 11
+    assert out.count(" ok") == 10
     assert re.fullmatch(r"holds: 0 violations in [\d,]+ records", out.splitlines()[-1])
 
 

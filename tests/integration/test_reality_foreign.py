@@ -39,7 +39,7 @@ LIES = (
     "by w9, but no decision placed it there",
     "is of another run, in the log at trajectories:1:",
     "its bytes at trajectories:2:",
-    "was logged, but its record is not there",
+    "was logged, but trajectories:",
     "is committed twice",
 )
 """What audit names of the foreign records, sorted by its lines: these, and nothing else."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, outside, storage, training, workers
+from dora_pipe.config import model, outside, training, workers
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.model import Config
 from dora_pipe.config.section import Section
@@ -128,7 +128,7 @@ class _SectionDoc:
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
     """Read docstrings of fields from the source; they do not exist at run time."""
-    modules = (model, outside, storage, training, workers)
+    modules = (model, outside, training, workers)
     trees = [ast.parse(inspect.getsource(module)) for module in modules]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: _section_doc(node) for node in classes}

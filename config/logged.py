@@ -9,7 +9,7 @@ import msgspec
 
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.model import Config
-from dora_pipe.config.schedule import rate_of
+from dora_pipe.config.training import rate_of
 
 
 def logged_config(plain: Mapping[str, Any]) -> Config:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
-from dora_pipe.config.outside import McpServer, Teacher, Telemetry, Transfers
+from dora_pipe.config.outside import McpServer, Policies, Store, Teacher, Telemetry, Transfers
 from dora_pipe.config.section import (
     GroupRedundancy,
     GroupSize,
@@ -23,7 +23,6 @@ from dora_pipe.config.section import (
     Share,
     Threads,
 )
-from dora_pipe.config.storage import Policies, Store
 from dora_pipe.config.training import Trainer
 from dora_pipe.config.workers import Workers
 from dora_pipe.schemas.topics import PATTERN

@@ -35,7 +35,7 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import Store
+from dora_pipe.config.outside import Store
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.core.system.console import RUNS, RUNS_VARIABLE, typed

@@ -31,7 +31,8 @@ from dora_pipe.core.system.console import RUNS, say, typed
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config
-    from dora_pipe.config.schedule import RateSchedule
+    from dora_pipe.config.training import RateSchedule
+
 
 AdoptOption = Annotated[
     bool,
@@ -304,3 +305,14 @@ def serve_task(
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes)
+
+
+def demo(
+    root: RunsOption = RUNS,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
+    override: OverrideOption = None,
+) -> None:
+    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
+    from dora_pipe.cli.demo import run_demo
+
+    run_demo(root, engine, override or ())

@@ -15,8 +15,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from dora_pipe.config.schedule import RateSchedule, rate_of
 from dora_pipe.config.section import OptimizerName
+from dora_pipe.config.training import RateSchedule, rate_of
 from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions

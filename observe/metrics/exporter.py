@@ -24,8 +24,7 @@ from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.metrics.metric import families
 from dora_pipe.observe.metrics.table import METRICS
-from dora_pipe.observe.ratios import Contributions, contributed
-from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.run_stats import Contributions, RunStats, contributed
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import rewards_of
 from dora_pipe.observe.following import follow_log
-from dora_pipe.observe.ratios import Contributed, Contributions, contributed
-from dora_pipe.observe.run_stats import RunStats, StepStats
+from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.text import ahead_share
 from dora_pipe.observe.trackers.sink import TrackedRun, Tracker
 from dora_pipe.schemas.control import (

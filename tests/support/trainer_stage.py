@@ -15,7 +15,7 @@ import msgspec
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.config.model import Config, Model, Run, Task
-from dora_pipe.config.storage import Store
+from dora_pipe.config.outside import Store
 from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.commits import CommitHistory

@@ -22,7 +22,6 @@ OWN = frozenset(
         ".cli.commands.audit",
         ".cli.commands.analysis",
         ".cli.commands.control",
-        ".cli.commands.demo",
         ".cli.commands.export",
         ".cli.commands.log",
         ".cli.commands.machine",

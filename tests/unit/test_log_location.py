@@ -10,7 +10,7 @@ from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Bus, Config, Model, Run, Task
-from dora_pipe.config.storage import Store
+from dora_pipe.config.outside import Store
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.run_dir import RunDir

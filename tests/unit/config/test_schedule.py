@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dora_pipe.config.changes import with_settings
 from dora_pipe.config.load import ELSEWHERE, from_plain, leaves
 from dora_pipe.config.logged import settings_in_force
-from dora_pipe.config.schedule import rate_of
+from dora_pipe.config.training import rate_of
 from dora_pipe.core.errors import ConfigError
 
 FALLING = st.sampled_from(["linear", "cosine"])

@@ -14,7 +14,7 @@ import torch
 
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora, Model, Run, Task
-from dora_pipe.config.storage import Policies
+from dora_pipe.config.outside import Policies
 from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners import registry as make
 from dora_pipe.consumers.learners.simulated import SimulatedLearner

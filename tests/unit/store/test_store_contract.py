@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from dora_pipe.config.storage import Store
+from dora_pipe.config.outside import Store
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
 from dora_pipe.launch.run_dir import open_store
 from dora_pipe.store.arrow_files import PAUSES_S, ArrowFiles, open_files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,14 +12,12 @@ import msgspec
 from rich.cells import cell_len
 
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
-from dora_pipe.bus.logged import Damage
-from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged, terminal_columns
+from dora_pipe.cli.output import emit_json, emit_line, terminal_columns
 from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control
-from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
@@ -95,20 +92,17 @@ def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
 def print_records(run: OpenRun, query: Wanted, *, as_json: bool) -> None:
     """Print one line per record.
 
-    Raises UsageError for an unknown topic, and InvariantBroken, last, for trajectories that differ
-    from control.
+    Raises UsageError for an unknown topic.
     """
     name = f"{run.config.run.name}.{query.topic}"
     if name not in run.topics.all():
         known_topics = ", ".join(topic.partition(".")[2] for topic in run.topics.all())
         raise UsageError(f"no topic {query.topic!r}", hint=f"there are: {known_topics}")
     partition = None if query.partition < 0 else query.partition
-    held = _Held(run, query)
     shown = 0
     for record in _from(run, name, query.offset, partition, follow=query.follow):
         if query.key and _text(record.key) != query.key:
             continue
-        held.hold(record)
         content = readable(query.topic, record)
         if query.kind and content.get("kind") != query.kind:
             continue
@@ -119,42 +113,6 @@ def print_records(run: OpenRun, query: Wanted, *, as_json: bool) -> None:
         shown += 1
         if shown == query.limit:
             break
-    else:
-        held.all_was_read()
-    raise_if_damaged(held.damage, "")
-
-
-class _Held:
-    """Check printed trajectories against control, except with `--follow`."""
-
-    def __init__(self, run: OpenRun, query: Wanted) -> None:
-        self.damage = Damage()
-        self._left: dict[tuple[int, int], LoggedEntry] = {}
-        if query.topic == "trajectories" and not query.follow:
-            self._left = {
-                (trajectory.partition, trajectory.offset): trajectory
-                for trajectory in _named(run)
-                if query.partition in (-1, trajectory.partition)
-                and trajectory.offset >= query.offset
-                and query.key in ("", group_of(trajectory.trajectory))
-            }
-
-    def hold(self, record: Record) -> None:
-        named = self._left.pop((record.partition, record.offset), None)
-        if named is not None:
-            self.damage.is_sound(record, named)
-
-    def all_was_read(self) -> None:
-        """Count missing trajectories as lost."""
-        self.damage.look_for_the_rest(self._left)
-
-
-def _named(run: OpenRun) -> Iterator[LoggedEntry]:
-    for record in _from(run, run.topics.control, 0, None):
-        with suppress(SchemaError):
-            fact = decode_control(record.value)
-            if isinstance(fact, TrajectoriesLogged):
-                yield from fact.trajectories
 
 
 def _place(record: Record) -> dict[str, int]:

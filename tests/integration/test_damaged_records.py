@@ -106,25 +106,6 @@ def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
     assert len(full) > 200, "the sound ones were sent"
 
 
-def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
-    call: Call, damaged: tuple[RecordedRun, str, str]
-) -> None:
-    run, name, text = damaged
-    code, out, err = call("log", "read", str(run.directory), "trajectories")
-    assert code == 5
-    assert len(out.splitlines()) > 200
-    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
-    own = call("log", "read", str(run.directory), "trajectories", "--key", group_of(name))
-    assert own[0] == 5
-    assert call("log", "read", str(run.directory), "control")[0] == 0
-
-
-def test_cat_of_sound_records_finds_nothing_wrong(call: Call, copy: RecordedRun) -> None:
-    for words in ((), ("--limit", "3"), ("--partition", "0", "--from", "20")):
-        code, _, err = call("log", "read", str(copy.directory), "trajectories", *words)
-        assert (code, err) == (0, "")
-
-
 def test_excerpts_come_from_sound_records(damaged: tuple[RecordedRun, str, str]) -> None:
     run, name, _ = damaged
     asked = parse_query(f"/texts?q={group_of(name)}")

@@ -20,14 +20,11 @@ from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.cluster import (
     WANTED_REPLICAS,
     brokers_of,
-    fetch_problem,
     problems_of,
-    replica_fetch_bytes,
 )
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import (
-    AccessRefused,
     BusError,
     ConfigError,
     DoraError,
@@ -242,10 +239,3 @@ def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[
         yield CheckResult(
             "fail" if problem.fatal else "note", "settings", f"{problem.text}; {problem.hint}"
         )
-    with suppress(AccessRefused):
-        fetched = bus.ask(replica_fetch_bytes)
-        if fetched is None:
-            return  # only administrators may read it
-        small = next(filter(None, (fetch_problem(topic, fetched) for topic in facts)), None)
-        if small is not None:
-            yield CheckResult("note", "brokers", f"{small.text}; {small.hint}")

@@ -200,30 +200,6 @@ def brokers_of(admin: KafkaAdminClient) -> list[int]:
     return sorted(int(broker["broker_id"]) for broker in admin.describe_cluster()["brokers"])
 
 
-def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
-    """Return the brokers' smallest `replica.fetch.max.bytes`, or None."""
-    resources = [
-        ConfigResource(ConfigResourceType.BROKER, str(broker)) for broker in brokers_of(admin)
-    ]
-    answer = admin.describe_configs(resources, config_filter="all").get("broker", {})
-    sizes = [
-        settings["replica.fetch.max.bytes"]["value"] for settings in answer.values() if settings
-    ]
-    return min(map(int, sizes), default=None)
-
-
-def fetch_problem(topic: TopicFacts, replica_fetch_bytes: int) -> TopicProblem | None:
-    """Return a problem if followers fetch less than a batch, which slows replication."""
-    limit = int(topic.settings["max.message.bytes"])
-    if topic.replicas < 2 or replica_fetch_bytes >= limit:
-        return None
-    return TopicProblem(
-        f"a broker has replica.fetch.max.bytes={replica_fetch_bytes}, below the {limit} "
-        f"(max.message.bytes) of topic {topic.name}: followers fetch large records one by one",
-        f"set replica.fetch.max.bytes={limit} on every broker",
-    )
-
-
 def _number(topic: TopicFacts, name: str, default: int) -> int:
     return int(topic.settings.get(name, default))
 

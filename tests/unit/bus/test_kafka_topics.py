@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.client import FETCH_BYTES, topic_settings
-from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, fetch_problem, problems_of
+from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, problems_of
 from dora_pipe.config.model import Bus
 from dora_pipe.core.errors import BusError
 from infra.kafka.broker import TOOLS
@@ -113,14 +113,6 @@ def test_a_command_in_a_hint_can_be_pasted() -> None:
 def test_what_is_refused_stands_before_what_is_told() -> None:
     facts = topic(retention_ms="1", cleanup_policy="compact")
     assert [problem.fatal for problem in problems_of(facts)] == [True, False]
-
-
-def test_followers_that_fetch_less_than_a_record_are_named_with_the_setting() -> None:
-    limit = int(topic().settings["max.message.bytes"])
-    problem = fetch_problem(topic(), 1_048_576)
-    assert problem is not None and f"replica.fetch.max.bytes={limit}" in problem.hint
-    assert fetch_problem(topic(), limit) is None
-    assert fetch_problem(topic(1), 1_048_576) is None, "one replica has no followers"
 
 
 def test_the_largest_record_that_can_be_asked_for_fits_into_one_fetch() -> None:

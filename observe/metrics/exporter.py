@@ -17,6 +17,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from dora_pipe.bus.bus import Bus
+from dora_pipe.consumers.contributions import Contributions, contributed
 from dora_pipe.core.errors import BusError, TopicMissing
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.core.system.http_server import LOOPBACK, PageServer
@@ -24,7 +25,7 @@ from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.metrics.metric import families
 from dora_pipe.observe.metrics.table import METRICS
-from dora_pipe.observe.run_stats import Contributions, RunStats, contributed
+from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)

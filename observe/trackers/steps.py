@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dora_pipe.bus.bus import Bus
+from dora_pipe.consumers.contributions import Contributed, Contributions, contributed
 from dora_pipe.core.errors import BusError
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.ledger.account import StepEnded
@@ -20,7 +21,7 @@ from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import rewards_of
 from dora_pipe.observe.following import follow_log
-from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
+from dora_pipe.observe.run_stats import RunStats, StepStats
 from dora_pipe.observe.text import ahead_share
 from dora_pipe.observe.trackers.sink import TrackedRun, Tracker
 from dora_pipe.schemas.control import (

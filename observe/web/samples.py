@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
+from dora_pipe.consumers.contributions import by_staleness, distance, with_ratio
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, logged_records
-from dora_pipe.observe.run_stats import by_staleness, distance, with_ratio
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.pages import Decode, RunSource
 from dora_pipe.observe.web.view import Query, RunView, quantile, short, spaced

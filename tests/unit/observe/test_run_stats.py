@@ -11,9 +11,10 @@ import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.consumers.contributions import contributed
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.ledger.statuses import WorkerCounts
-from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
+from dora_pipe.observe.run_stats import Histogram, RunStats, evaluation_words
 from dora_pipe.observe.top import frame, summaries_of
 from dora_pipe.observe.waits import waits_of
 from dora_pipe.orchestrator.fold import fold_round

@@ -9,7 +9,7 @@ from dora_pipe.cli.lazy import Panels, lazy_app
 COMMANDS: Final[Panels] = {
     "Start": {
         "demo": (
-            "cli.commands.start:demo",
+            "cli.commands.machine:demo",
             "Train a small model, kill a worker, audit, replay.",
             "demo",
         ),

@@ -1,4 +1,4 @@
-"""Commands about this machine and configurations."""
+"""Commands that need no run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.options import EXAMPLES, JsonOption, OverrideOption
+from dora_pipe.cli.options import EXAMPLES, TORCH, JsonOption, OverrideOption, RunsOption
 from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
+from dora_pipe.core.system.console import RUNS
 
 
 def doctor(
@@ -85,3 +86,14 @@ def config(
     if not takes_unicode():
         shown = "".join(char if char.isascii() else toml_escape(char) for char in shown)
     emit_text(shown)
+
+
+def demo(
+    root: RunsOption = RUNS,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
+    override: OverrideOption = None,
+) -> None:
+    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
+    from dora_pipe.cli.demo import run_demo
+
+    run_demo(root, engine, override or ())

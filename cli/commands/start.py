@@ -305,14 +305,3 @@ def serve_task(
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes)
-
-
-def demo(
-    root: RunsOption = RUNS,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
-    override: OverrideOption = None,
-) -> None:
-    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
-    from dora_pipe.cli.demo import run_demo
-
-    run_demo(root, engine, override or ())

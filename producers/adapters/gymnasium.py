@@ -11,7 +11,6 @@ The reward is the sum of the steps' rewards. Invalid actions are reported to the
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -24,24 +23,8 @@ from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Rew
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.identity import derive_seed
 
-ACTIONS: Final[Mapping[str, Sequence[str]]] = {
-    "FrozenLake": ("left", "down", "right", "up"),
-    "FrozenLake8x8": ("left", "down", "right", "up"),
-    "CliffWalking": ("up", "right", "down", "left"),
-    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-    "CartPole": ("left", "right"),
-    "MountainCar": ("left", "none", "right"),
-    "Acrobot": ("left", "none", "right"),
-    "LunarLander": ("none", "left", "main", "right"),
-    "Blackjack": ("stick", "hit"),
-}
-"""Action names of Gymnasium's environments, in numeric order, by environment name without
-version."""
-
 FIRST: Final = "{observation}\n"
 THEN: Final = "\n{observation}\n"
-
-_COLOURED: Final = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
 
 
 class GymnasiumTask(SeededTask):
@@ -53,8 +36,6 @@ class GymnasiumTask(SeededTask):
         *,
         arguments: Mapping[str, Any] | None = None,
         actions: Sequence[str] = (),
-        digits: int = 3,
-        render: bool = False,
         observe: str = "",
         act: str = "",
         first: str = FIRST,
@@ -86,9 +67,8 @@ class GymnasiumTask(SeededTask):
             f"{__package__}.spaces", package="gymnasium", extra="gymnasium", kind=kind
         )
         self._kind, self._id = kind, environment
-        self._arguments = {**({"render_mode": "ansi"} if render else {}), **(arguments or {})}
-        self._actions = tuple(actions) or ACTIONS.get(_name(environment), ())
-        self.digits, self.render = digits, render
+        self._arguments = dict(arguments or {})
+        self._actions = tuple(actions)
         self._own = tuple(
             load_function(f"task.options.{key}", reference, TaskError) if reference else None
             for key, reference in (("observe", observe), ("act", act))
@@ -117,8 +97,7 @@ class GymnasiumTask(SeededTask):
         game = self.open()
         observe, act = self._own
         try:
-            says = observe or self.render
-            if problem := "" if says else self._spaces.unsaid(game.observation_space):
+            if problem := "" if observe else self._spaces.unsaid(game.observation_space):
                 raise TaskError(
                     f"{self._kind}: an observation has no text form: {problem}",
                     hint="set task.options.observe to a function that returns text",
@@ -159,9 +138,7 @@ class GymnasiumTask(SeededTask):
         observe = self._own[0]
         if observe is not None:
             return observation_text(observe(observation, info))
-        if self.render:
-            return marked(game.render())
-        text: str = self._spaces.say(game.observation_space, observation, self.digits)
+        text: str = self._spaces.say(game.observation_space, observation)
         return text
 
     def read(self, game: Any, text: str) -> Any:
@@ -196,7 +173,7 @@ class GymnasiumTask(SeededTask):
             done = False
             while not done and len(messages) < DEMONSTRATED_MAX:
                 space = env.action_space
-                turn = self._spaces.say(space, space.sample(), self.digits, self._names(space))
+                turn = self._spaces.say(space, space.sample(), self._names(space))
                 observation = game.step(turn)
                 messages += [{"role": "assistant", "content": turn}, *observation.messages]
                 done = observation.done
@@ -252,15 +229,6 @@ class Game(Environment):
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
-
-
-def marked(drawn: Any) -> str:
-    """Return a terminal drawing with brackets instead of colors, such as the player's position."""
-    return _COLOURED.sub(r"[\1]", str(drawn)).strip("\n")
-
-
-def _name(environment: str) -> str:
-    return re.sub(r"-v\d+$", "", environment.rpartition("/")[2].rpartition(":")[2])
 
 
 def _check_form(key: str, form: str) -> None:

@@ -4,7 +4,7 @@ space           text form
 Discrete        number; for actions also the name
 Text            the text itself
 MultiDiscrete,  numbers separated by spaces, row by row; floats rounded
-MultiBinary,    to a number of digits
+MultiBinary,    to three decimal places
 Box
 Tuple           parts separated by spaces; observations only
 Dict            one line per part, `name: part`; observations only
@@ -57,7 +57,7 @@ def unread(space: gymnasium.Space[Any]) -> str:
     return f"actions of {type(space).__name__} cannot be read"
 
 
-def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[str] = ()) -> str:
+def say(space: gymnasium.Space[Any], value: Any, names: Sequence[str] = ()) -> str:
     """Return a value of a space as text; `names` are those of a Discrete space's values, in
     order."""
     match space:
@@ -67,21 +67,19 @@ def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[st
             return str(int(value))
         case spaces.Tuple():
             parts = zip(space.spaces, value, strict=True)
-            return " ".join(say(part, element, digits) for part, element in parts)
+            return " ".join(say(part, element) for part, element in parts)
         case spaces.Dict():
             named = space.spaces.items()
-            return "\n".join(f"{name}: {say(part, value[name], digits)}" for name, part in named)
+            return "\n".join(f"{name}: {say(part, value[name])}" for name, part in named)
         case spaces.Text():
             return str(value)
         case _:
-            return " ".join(
-                _number(number, digits) for number in np.asarray(value).ravel().tolist()
-            )
+            return " ".join(map(_number, np.asarray(value).ravel().tolist()))
 
 
-def _number(value: float, digits: int) -> str:
+def _number(value: float) -> str:
     if isinstance(value, float):
-        text = f"{value:.{digits}f}"
+        text = f"{value:.3f}"
         return text if float(text) else text.removeprefix("-")  # no negative zero
     return str(int(value))
 

@@ -51,7 +51,11 @@ def act(text):
 
 def lake(*, chat: bool = False, **options: Any) -> Task:
     return task_of(
-        "gymnasium:FrozenLake-v1", chat=chat, arguments={"is_slippery": False}, **options
+        "gymnasium:FrozenLake-v1",
+        chat=chat,
+        arguments={"is_slippery": False},
+        actions=["left", "down", "right", "up"],
+        **options,
     )
 
 
@@ -74,26 +78,24 @@ def test_a_turn_that_is_no_action_is_told_so_and_too_many_end_the_episode() -> N
 
 
 def test_a_conversation_has_messages_of_a_user() -> None:
-    task = open_task(
-        model.Task(kind="gymnasium:CartPole-v1", system_prompt="Balance.", options={"digits": 2})
-    )
-    prompt, observed, _ = played(task, {"seed": 3}, ("left",))
+    task = open_task(model.Task(kind="gymnasium:CartPole-v1", system_prompt="Balance."))
+    prompt, observed, _ = played(task, {"seed": 3}, ("0",))
     assert prompt == [
         {"role": "system", "content": "Balance."},
-        {"role": "user", "content": "-0.04 -0.03 0.03 0.01"},
+        {"role": "user", "content": "-0.041 -0.026 0.030 0.008"},
     ]
-    assert observed[0].messages == [{"role": "user", "content": "-0.04 -0.22 0.03 0.31"}]
+    assert observed[0].messages == [{"role": "user", "content": "-0.042 -0.222 0.030 0.310"}]
 
 
 def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
     task = task_of("gymnasium:FrozenLake-v1")  # slippery by default
-    row = task.rows("train")[5]
-    alone = played(task, row, WAY)
+    row, way = task.rows("train")[5], "112212"
+    alone = played(task, row, way)
     other, again = opened(task, row), opened(task, row)
     other.reset(task.rows("train")[6])
     observed = [again.reset(row)]
-    for turn in WAY:
-        other.step("left")
+    for turn in way:
+        other.step("0")
         observed.append(again.step(turn))  # type: ignore[arg-type]
     assert observed == [alone[0], *alone[1]]
 

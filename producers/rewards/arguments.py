@@ -1,8 +1,7 @@
 """Binding of reward functions: parameter names select their arguments.
 
 Functions of a trajectory use `KNOWN`, batched ones `LISTS`, functions of a group `OF_GROUP`. Other
-names are options. Two parameters with other names receive row and text (row and completions for a
-group) by position.
+names are options.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +65,13 @@ class Bound:
     """Function with its options and argument names."""
 
     function: Function
-    takes: tuple[str, ...] | None
-    """Names of `KNOWN` or `LISTS`; None: row and text by position."""
+    takes: tuple[str, ...]
+    """Names of `KNOWN` or `LISTS`."""
     options: Mapping[str, Any]
     batches: Batches | None = None
 
     def __call__(self, row: Row, completion: Completion) -> Any:
         """Raises the function's errors, and TaskError for a row without an answer."""
-        if self.takes is None:
-            return self.function(row, completion.text)
         given = {name: _given(LISTS.get(name, name), row, completion) for name in self.takes}
         if self.batches is not None:
             return self.batches.ask(given)
@@ -87,14 +83,12 @@ class BoundGroup:
     """Function that scores the trajectories of a group together, with its argument names."""
 
     function: Function
-    takes: tuple[str, ...] | None
-    """Names of `OF_GROUP`; None: row and completions by position."""
+    takes: tuple[str, ...]
+    """Names of `OF_GROUP`."""
     options: Mapping[str, Any]
 
     def __call__(self, row: Row, completions: Sequence[Completion]) -> Any:
-        """Raises the function's errors, and KeyError for a row without an answer."""
-        if self.takes is None:
-            return self.function(row, completions)
+        """Raises the function's errors, and TaskError for a row without an answer."""
         given = {name: self._given(name, row, completions) for name in self.takes}
         return self.function(**given, **self.options)
 
@@ -127,12 +121,7 @@ def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
 
     Raises ConfigError for unknown parameters or options.
     """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # Some C functions have no signature.
-        return Bound(function=function, takes=None, options={})
-    if not options and _is_by_place(parameters, (*KNOWN, *LISTS)):
-        return Bound(function=function, takes=None, options={})
+    parameters = _parameters(where, function)
     lists = any(name in LISTS for name, parameter in parameters.items() if parameter.kind in _NAMED)
     takes = _taken(where, parameters, options, tuple(LISTS) if lists else KNOWN)
     batches = Batches(function, options) if lists else None
@@ -141,14 +130,15 @@ def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
 
 def bind_group(where: str, function: Function, options: Mapping[str, Any]) -> BoundGroup:
     """Bind a function that scores a group; see `bind`."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return BoundGroup(function=function, takes=None, options={})
-    if not options and _is_by_place(parameters, OF_GROUP):
-        return BoundGroup(function=function, takes=None, options={})
-    takes = _taken(where, parameters, options, OF_GROUP)
+    takes = _taken(where, _parameters(where, function), options, OF_GROUP)
     return BoundGroup(function=function, takes=takes, options=dict(options))
+
+
+def _parameters(where: str, function: Function) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # Some C functions have no signature.
+        raise ConfigError(f"{where}: {error}", hint="call it from a Python function") from None
 
 
 def _taken(
@@ -180,17 +170,3 @@ def _taken(
                 hint=nearest(name, available) or f"arguments of a {what}: {', '.join(available)}",
             )
     return takes
-
-
-def _is_by_place(parameters: Mapping[str, inspect.Parameter], available: tuple[str, ...]) -> bool:
-    needed = [
-        parameter for parameter in parameters.values() if parameter.default is parameter.empty
-    ]
-    placed = [parameter.name for parameter in needed if parameter.kind in _BY_PLACE]
-    remaining = len(needed) - len(placed)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in needed):
-        fits = len(placed) <= 2 and remaining == 1
-    else:
-        fits = len(placed) == 2 and not remaining
-    means = zip(placed, ("row", "text"), strict=False)
-    return fits and all(name == meant or name not in available for name, meant in means)

@@ -128,13 +128,13 @@ class Rewards:
     def wants_answer(self) -> bool:
         """Report whether a reward uses the row's answer."""
         alone, of_groups = self._parts
-        return any("answer" in (part.ask.takes or ()) for part in (*alone, *of_groups))
+        return any("answer" in part.ask.takes for part in (*alone, *of_groups))
 
     @property
     def wants_reasoning(self) -> bool:
         """Report whether a reward uses the thoughts."""
         parts = (*self._parts[0], *self._parts[1])
-        named = any("reasoning" in (part.ask.takes or ()) for part in parts)
+        named = any("reasoning" in part.ask.takes for part in parts)
         return named or any(use.options.get("of") == "reasoning" for use in self._uses)
 
     def check_answer(self, answer: Any) -> None:
@@ -258,7 +258,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     if use.use in BUILT_IN:
         chosen, sources = _built_in(where, BUILT_IN[use.use], options, context)
         ask = bind(where, chosen.open(where, context), {})
-        check = chosen.check_answer if "answer" in (ask.takes or ()) else check
+        check = chosen.check_answer if "answer" in ask.takes else check
     elif ":" in use.use:
         function = load_attribute(key, use.use, TaskError)
         sources = (function,)

@@ -35,9 +35,9 @@ def named(
     return [Reward(value=add + (text == answer), parts={"inner": 1.0}) for text in texts]
 
 
-async def slow(row: Row, answers: Sequence[Completion]) -> list[float]:
+async def slow(completions: Sequence[Completion]) -> list[float]:
     await asyncio.sleep(0)
-    return [float(index) for index, _ in enumerate(answers)]
+    return [float(index) for index, _ in enumerate(completions)]
 
 
 def abstains(row: Row, completions: Sequence[Completion]) -> list[None]:
@@ -83,7 +83,7 @@ def asked(result: Any) -> Any:
         (of_group("slow"), [0.0, 1.0, 2.0]),
         (of_group("Scored", 0.1, times=10.0), [2.0, 9.0, 1.0]),
     ],
-    ids=["by place", "by name", "async", "class"],
+    ids=["row and completions", "keywords", "async", "class"],
 )
 def test_a_function_of_groups_gives_a_number_per_answer(
     use: model.RewardUse, values: list[float]

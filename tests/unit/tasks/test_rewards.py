@@ -46,10 +46,6 @@ def everything(
     return 0.5
 
 
-def by_place(sample: Row, output: str) -> float:
-    return float(sample["answer"] == output)
-
-
 def row_and_turns(row: Row, turns: Any) -> float:
     return float((row, turns) == (ROW, SAID.turns))
 
@@ -64,10 +60,6 @@ def row_and_answer(row: Row, answer: Any) -> float:
 
 def row_and_completion(row: Row, completion: Any) -> float:
     return float((row, completion) == (ROW, SAID))
-
-
-def row_and_other(row: Row, output: str) -> float:
-    return float((row, output) == (ROW, "42"))
 
 
 def other_and_answer(question: Any, answer: Any) -> float:
@@ -92,6 +84,8 @@ async def hangs(text: str) -> float:
 
 
 STOPPED: list[str] = []
+
+without_signature = max
 
 
 BATCHES: list[int] = []
@@ -186,10 +180,10 @@ def test_a_function_is_given_what_its_parameters_name() -> None:
     )
 
 
-BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "completion", "other")]
+BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "completion")]
 
 
-@pytest.mark.parametrize("function", [*BY_NAME, "by_place"])
+@pytest.mark.parametrize("function", BY_NAME)
 def test_arguments_mean_the_same_by_either_key(function: str) -> None:
     single = open_rewards(model.Task(kind="dataset", reward=f"{HERE}:{function}"))
     assert single.score(ROW, SAID) == 1.0
@@ -239,6 +233,7 @@ def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
     ("uses", "error", "message", "hint"),
     [
         ("misspelt", ConfigError, "has a parameter `txt`, not an argument", "`text`"),
+        ("without_signature", ConfigError, "no signature found", "from a Python function"),
         ("other_and_answer", ConfigError, "has a parameter `question`, not an argument", None),
         ("nothing", TaskError, "has no `nothing`", None),
         ("STOPPED", TaskError, "is not a function", None),

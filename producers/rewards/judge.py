@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -33,7 +32,6 @@ from dora_pipe.core.system.json_endpoint import (
 )
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
-from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.task import Message, Retry, Reward, Row
 from dora_pipe.schemas.wire import canonical
 
@@ -46,8 +44,6 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
 """Characters of the judge's answer in which the score is searched."""
 
-_OBJECT: Final = re.compile(r"\{[^{}]*\}")
-
 Count = Annotated[int, Meta(ge=1)]
 T = TypeVar("T")
 
@@ -55,8 +51,7 @@ T = TypeVar("T")
 class Judge(Options, frozen=True, kw_only=True):
     """Score of the text by another model.
 
-    Parts `prompt_tokens`, `completion_tokens` and, with `price`, `cost`, as of the original
-    request.
+    Parts are the `prompt_tokens` and `completion_tokens` of the original request.
     """
 
     model: str
@@ -73,16 +68,12 @@ class Judge(Options, frozen=True, kw_only=True):
     system: str = ""
     pattern: str = SCORE
     """Pattern of the score; the first group of the last match counts."""
-    field: str = ""
-    """Field of a JSON object in the answer, instead of a pattern."""
     range: tuple[float, float] = (0.0, 1.0)
     """Range of the judge's scores, mapped to 0 to 1; scores outside are invalid."""
     max_tokens: Annotated[int, Meta(ge=0)] = 512
     """Token limit of the answer; 0 omits it."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     """Additional or replaced fields of the request, such as `{temperature = 1}`."""
-    price: tuple[float, float] = (0.0, 0.0)
-    """Prices of a million prompt tokens and a million completion tokens."""
     concurrency: Annotated[int, Meta(ge=1, le=256)] = 64
     """Concurrent requests of one task process."""
     timeout_s: Annotated[float, Meta(gt=0)] = 8.0
@@ -221,19 +212,11 @@ class JudgeClient:
         value = self._read(answer.said)
         spent = (answer.prompt_tokens, answer.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
-        if any(self._options.price):
-            prices = zip(spent, self._options.price, strict=True)
-            parts["cost"] = sum(tokens * price for tokens, price in prices) / 1e6
         return Reward(value=value, parts=parts)
 
     def _read(self, reply: str) -> float:
         reply = reply[-ANSWER_CHARACTERS_MAX:]
-        if self._options.field:
-            score = _field(reply, self._options.field)
-        else:
-            score = _number(
-                HELPER.ask("search", pattern=self._options.pattern, group="1", text=reply)
-            )
+        score = _number(HELPER.ask("search", pattern=self._options.pattern, group="1", text=reply))
         low, high = self._options.range
         if score is None or not low <= score <= high:
             raise Retry(f"the judge gave no score from {low:g} to {high:g}: {quoted(reply)}")
@@ -326,17 +309,6 @@ def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
     except OSError as error:
         sys.stderr.write(f"judge: cannot cache an answer: {error}\n")
     return _kept(path) or judged
-
-
-def _field(reply: str, field: str) -> float | None:
-    for text in (last_block(reply), *_OBJECT.findall(reply)[-1:]):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and field in value:
-            return _number(value[field])
-    return None
 
 
 def _number(value: object) -> float | None:

@@ -61,7 +61,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
     "none": BuiltIn(options="texts:NoReward"),
     "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
     "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
-    "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("bounded", "texts")),
+    "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("bounded",)),
     "code": BuiltIn(options="programs:Code", sources=("sandbox", "texts")),
 }
 

@@ -75,10 +75,8 @@ def test_the_template_is_asked_at_temperature_0_and_the_score_is_from_0_to_1(
     ask: Callable[..., Ask],
 ) -> None:
     with judge_endpoint(always("It is. Score: 7")) as endpoint:
-        result = ask(endpoint, system="You judge.", price=(1.0, 2.0), body={"seed": 1})("42")
-    assert result == Reward(
-        value=0.7, parts={"prompt_tokens": 100.0, "completion_tokens": 10.0, "cost": 0.00012}
-    )
+        result = ask(endpoint, system="You judge.", body={"seed": 1})("42")
+    assert result == Reward(value=0.7, parts={"prompt_tokens": 100.0, "completion_tokens": 10.0})
     assert endpoint.asked == [
         {
             "model": "m",
@@ -110,8 +108,7 @@ def test_null_is_no_text_of_the_prompt(client_of: Callable[..., JudgeClient]) ->
         ("**Score:** 10", {}, 1.0),
         ("score = 2, no: score = 3.5", {}, 0.35),
         ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
-        ('Well: {"why": "so", "score": 5}.', {"field": "score"}, 0.5),
-        ('```json\n{"score": "5", "more": {"a": 1}}\n```', {"field": "score"}, 0.5),
+        ('```json\n{"score": "5", "more": {"a": 1}}\n```', {}, 0.5),
         ("Score: -1", {"range": (-2.0, 0.0), "max_tokens": 0, "body": {"temperature": 1}}, 0.5),
     ],
 )

@@ -66,72 +66,52 @@ class Bound:
 
     function: Function
     takes: tuple[str, ...]
-    """Names of `KNOWN` or `LISTS`."""
+    """Names of `KNOWN`, `LISTS` or `OF_GROUP`."""
     options: Mapping[str, Any]
     batches: Batches | None = None
 
-    def __call__(self, row: Row, completion: Completion) -> Any:
-        """Raises the function's errors, and TaskError for a row without an answer."""
-        given = {name: _given(LISTS.get(name, name), row, completion) for name in self.takes}
+    def __call__(self, row: Row, scored: Completion | Sequence[Completion]) -> Any:
+        """Score a trajectory, or the trajectories of a group together.
+
+        Raises the function's errors, and TaskError for a row without an answer.
+        """
         if self.batches is not None:
-            return self.batches.ask(given)
+            return self.batches.ask({name: _given(LISTS[name], row, scored) for name in self.takes})
+        given = {name: _given(name, row, scored) for name in self.takes}
         return self.function(**given, **self.options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundGroup:
-    """Function that scores the trajectories of a group together, with its argument names."""
-
-    function: Function
-    takes: tuple[str, ...]
-    """Names of `OF_GROUP`."""
-    options: Mapping[str, Any]
-
-    def __call__(self, row: Row, completions: Sequence[Completion]) -> Any:
-        """Raises the function's errors, and TaskError for a row without an answer."""
-        given = {name: self._given(name, row, completions) for name in self.takes}
-        return self.function(**given, **self.options)
-
-    def _given(self, name: str, row: Row, completions: Sequence[Completion]) -> Any:
-        if name in ("row", "answer"):
-            return _given(name, row, Completion(text=""))
-        return (
-            completions
-            if name == "completions"
-            else [completion.text for completion in completions]
-        )
-
-
-def _given(name: str, row: Row, completion: Completion) -> Any:
+def _given(name: str, row: Row, scored: Completion | Sequence[Completion]) -> Any:
     match name:
         case "row":
             return row
-        case "completion":
-            return completion
         case "answer":
             if "answer" not in row:
                 raise TaskError("the row has no column `answer`")
             return row["answer"]
+        case "completion" | "completions":
+            return scored
+        case "texts":
+            assert not isinstance(scored, Completion)
+            return [completion.text for completion in scored]
         case _:
-            return getattr(completion, name)
+            return getattr(scored, name)
 
 
-def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
+def bind(
+    where: str, function: Function, options: Mapping[str, Any], *, group: bool = False
+) -> Bound:
     """Bind `function` to its options; `where` names it in messages.
 
     Raises ConfigError for unknown parameters or options.
     """
     parameters = _parameters(where, function)
-    lists = any(name in LISTS for name, parameter in parameters.items() if parameter.kind in _NAMED)
-    takes = _taken(where, parameters, options, tuple(LISTS) if lists else KNOWN)
+    named = (name for name, parameter in parameters.items() if parameter.kind in _NAMED)
+    lists = not group and any(name in LISTS for name in named)
+    available = OF_GROUP if group else tuple(LISTS) if lists else KNOWN
+    takes = _taken(where, parameters, options, available)
     batches = Batches(function, options) if lists else None
     return Bound(function=function, takes=takes, options=dict(options), batches=batches)
-
-
-def bind_group(where: str, function: Function, options: Mapping[str, Any]) -> BoundGroup:
-    """Bind a function that scores a group; see `bind`."""
-    takes = _taken(where, _parameters(where, function), options, OF_GROUP)
-    return BoundGroup(function=function, takes=takes, options=dict(options))
 
 
 def _parameters(where: str, function: Function) -> Mapping[str, inspect.Parameter]:

@@ -25,12 +25,10 @@ from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.system.own_code import load_attribute, nearest
 from dora_pipe.producers.rewards.arguments import (
     Bound,
-    BoundGroup,
     Function,
     Options,
     RewardContext,
     bind,
-    bind_group,
 )
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.task import Completion, Reward, Row
@@ -72,7 +70,7 @@ class Part:
 
     name: str
     weight: float
-    ask: Bound | BoundGroup
+    ask: Bound
     sources: tuple[Any, ...]
     """Objects (by their modules) and texts that determine the score (`Task.reward_sources`)."""
     check_answer: Callable[[Any], None]
@@ -252,7 +250,6 @@ def single(use: str, context: RewardContext | None = None) -> Rewards:
 def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
     where = f"{key}: `{use.use}`"
     sources: tuple[Any, ...]
-    ask: Bound | BoundGroup
     options: Mapping[str, Any] = use.options
     check = Options().check_answer
     if use.use in BUILT_IN:
@@ -266,7 +263,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
             raise TaskError(f"{where} is not a function")
         if inspect.isclass(function):
             function, options = _build(where, function, options), {}
-        ask = (bind_group if use.group else bind)(where, function, options)
+        ask = bind(where, function, options, group=use.group)
     else:
         raise ConfigError(
             f"{key}: unknown reward `{use.use}`",

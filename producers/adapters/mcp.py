@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
 from importlib.util import find_spec
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
@@ -40,9 +39,6 @@ PAGES_MAX: Final = 32
 LATE_S: Final = 1.0
 """Seconds that a call may exceed the time limit, after the model received the timeout."""
 
-SESSIONS_MAX: Final = 256
-"""Maximum open sessions of one server in a task process; further episodes are retried."""
-
 
 class McpSession:
     """Session with a server, opened on first use."""
@@ -71,7 +67,6 @@ class McpSession:
         with self._opening:
             connection, self._connection = self._connection, None
         if connection is not None:
-            self._server.left()
             connection.close()
 
     def _opened(self) -> Connection:
@@ -96,29 +91,13 @@ class Server:
         called = use.name or (use.url or " ".join(use.command))
         self.where = f"the MCP server {called}"
         self.name = use.name
-        self._open, self._counting = 0, threading.Lock()
         self._shared = McpSession(self, lasting=True)
         self._listed: list[dict[str, Any]] | None = None
         self._about: dict[str, Any] | None = None
 
     def connect(self) -> Connection:
-        """Return a new connection, counted until `left`. Raises ServerAway, ServerRefused."""
-        with self._counting:
-            if self._open >= SESSIONS_MAX:
-                raise ServerAway(f"{self.where} has {SESSIONS_MAX} sessions open")
-            self._open += 1
-        with ExitStack() as failed:
-            failed.callback(self.left)
-            connection = Connection(
-                self.where, self._use, secret=self._secret, directory=self._directory
-            )
-            failed.pop_all()
-        return connection
-
-    def left(self) -> None:
-        """Count a connection as closed."""
-        with self._counting:
-            self._open -= 1
+        """Return a new connection. Raises ServerAway, ServerRefused."""
+        return Connection(self.where, self._use, secret=self._secret, directory=self._directory)
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the server's tools, limited to `tools`. Raises TaskError, ConfigError."""

@@ -92,8 +92,20 @@ def test_a_servers_tools_are_told_with_its_words_and_called(
     )
 
 
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    opened: list[Connection] = []
+
+    def connect(*words: Any, **options: Any) -> Connection:
+        opened.append(Connection(*words, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(mcp, "Connection", connect)
+    return opened
+
+
 def test_a_session_is_shared_by_all_episodes_or_belongs_to_one(
-    server: McpServer, closing: list[McpTools]
+    server: McpServer, closing: list[McpTools], connections: list[Connection]
 ) -> None:
     for sessions, second in (("shared", ["a", "b"]), ("episode", ["b"])):
         config = McpServer(
@@ -103,12 +115,14 @@ def test_a_session_is_shared_by_all_episodes_or_belongs_to_one(
             sessions=sessions,  # type: ignore[arg-type]
         )
         closing.append(here := McpTools([config]))
+        connections.clear()
         for word, observed in (("a", ["a"]), ("b", second)):
             tools = here.tools()
             world = ToolEnvironment(Task(), tools)
             assert told(tools, "note", word=word).count('"') == 2 * (1 + len(observed))
             world.close()
-        assert here._servers[0]._open == 1, "sessions of episodes end with them"
+        open_sessions = [session for session in connections if not session._living.done()]
+        assert len(open_sessions) == 1, "sessions of episodes end with them"
 
 
 def test_a_server_that_dies_is_started_again_where_it_is_shared(closing: list[McpTools]) -> None:
@@ -145,7 +159,9 @@ def test_a_call_that_hangs_ends_at_the_tools_time_limit(
         assert told(tools, "add-numbers", a=1, b=2) == "3"
 
 
-def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed() -> None:
+def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed(
+    connections: list[Connection],
+) -> None:
     here = McpTools([McpServer(command=COMMAND, sessions="episode")])
     tools = here.tools()
     token = TOOL_LIMIT_S.set(0.4)
@@ -156,7 +172,7 @@ def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed() -
         TOOL_LIMIT_S.reset(token)
         tools[0].close()
         here._servers[0]._shared.close()
-    assert here._servers[0]._open == 0
+    assert connections and all(session._living.done() for session in connections)
 
 
 def test_a_wrong_key_and_a_forgotten_session_are_told_apart() -> None:

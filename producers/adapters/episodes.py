@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,30 +14,6 @@ EVAL_SEED: Final = 999
 
 SEED_BITS: Final = 31
 """Bits of a seed, supported by most packages."""
-
-
-class SeededRandom:
-    """State of the process-wide generator `random` for one episode.
-
-    Example: ``with drawn: game.step(action)``; numbers drawn inside depend only on the seed and
-    earlier draws inside. A lock admits one thread: do not block inside.
-    """
-
-    _one = threading.Lock()
-
-    def __init__(self, seed: int) -> None:
-        self._state = random.Random(seed).getstate()
-        self._outside = self._state
-
-    def __enter__(self) -> None:
-        self._one.acquire()
-        self._outside = random.getstate()
-        random.setstate(self._state)
-
-    def __exit__(self, *_: object) -> None:
-        self._state = random.getstate()
-        random.setstate(self._outside)
-        self._one.release()
 
 
 class PromptFormat:

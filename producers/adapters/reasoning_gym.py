@@ -6,12 +6,13 @@ Scoring regenerates a row's `metadata` from its number and uses the generator's 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.own_code import nearest
-from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat, SeededRandom
+from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat
 from dora_pipe.producers.adapters.packages import packages_of, required
 from dora_pipe.producers.tasks.task import Prompt, Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
@@ -105,8 +106,12 @@ class ReasoningGymTask(Task):
 
     def _entry(self, split: Split, index: int) -> Any:
         """Some generators draw from `random` regardless of their seed."""
-        with SeededRandom(derive_seed(self._kind, split, index)):
+        outside = random.getstate()
+        random.seed(derive_seed(self._kind, split, index))
+        try:
             return self._sets[split][index]
+        finally:
+            random.setstate(outside)
 
     def _row(self, split: Split, index: int) -> Row:
         entry = self._entry(split, index)

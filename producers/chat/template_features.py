@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.template import Template
 from dora_pipe.producers.chat.tokenizer import THINK
-from dora_pipe.producers.tasks.messages import ROLES
+from dora_pipe.producers.tasks.messages import ROLES, text_of
 from dora_pipe.producers.tasks.task import Message
 
 _USER: Final = {"role": "user", "content": "quorl"}
@@ -92,20 +92,6 @@ class TemplateFeatures:
         if self.arguments == "text":
             function["arguments"] = _json(function["arguments"])
         return {"type": "function", "id": call.get("id") or "call00000", "function": function}
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a content. Raises TaskError if it has none."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
-    raise TaskError("a message's content is neither text nor text parts")
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

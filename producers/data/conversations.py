@@ -95,18 +95,6 @@ def with_system(messages: Conversation, text: str) -> Conversation:
     return [{"role": "system", "content": text}, *messages]
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, its parts joined. Raises TaskError for a part without text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) < len(parts):
-        raise TaskError("a message has a part that is not text", hint="only text is supported")
-    return "".join(texts)
-
-
 def _listed(text: str) -> object:
     if not text.lstrip().startswith("["):
         return None

@@ -14,13 +14,14 @@ from msgspec.structs import replace
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import load_function
-from dora_pipe.producers.data.conversations import TOOLS, prompt_of, text_of, unshown_columns
+from dora_pipe.producers.data.conversations import TOOLS, prompt_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec, describe_sources
 from dora_pipe.producers.rewards.registry import Rewards, single
 from dora_pipe.producers.tasks.messages import (
     NoAnswer,
     normal,
+    text_of,
     tool_name,
     tool_schema,
     tool_schemas,
@@ -228,7 +229,7 @@ class DatasetTask(Task):
         if row.get(ANSWER) is not None:
             return row
         answer = self._parts(row)[1]
-        text = text_of(answer) if answer else ""
+        text = text_of(answer.get("content")) if answer else ""
         if answer is None or (not text and answer.get("tool_calls")):
             return row  # calls alone have no text
         return {**row, ANSWER: text}

@@ -13,6 +13,7 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
+from dora_pipe.core.errors import TaskError
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.task import DescribedTool, Tool
 
@@ -97,6 +98,20 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise NoAnswer(f"{where}.function.arguments is {type(arguments).__name__}, not an object")
     function = {**function, "arguments": dict(arguments or {})}
     return {**plain, "type": plain.get("type", "function"), "function": function}
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content. Raises TaskError if it has none."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+    raise TaskError("a message's content is neither text nor text parts")
 
 
 def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -198,32 +213,24 @@ def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]
 
 
 _SECTION = re.compile(
-    r"^(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?)"
-    r"(:\s*|\n-{3,}\s*)$",
+    r"^(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?):\s*$",
     re.IGNORECASE | re.MULTILINE,
 )
-_SPHINX = re.compile(r"^:(\w+)\s*([^:\n]*):[ \t]*(.*(?:\n[ \t]+.*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^\*{0,2}(\w+)[ \t]*(?:\([^)\n]*\))?[ \t]*:[ \t]*(.*(?:\n[ \t]+.*)*)", re.M)
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return the description of a function and of each parameter from its docstring.
+    """Return the description of a function and of each parameter from a Google-style docstring.
 
     Example: ``described("Add.\\n\\nArgs:\\n    a: One.") == ("Add.", {"a": "One."})``.
     """
     of_parameters: dict[str, str] = {}
-    for found in _SPHINX.finditer(doc):
-        if found[1] in ("param", "parameter", "arg") and found[2]:
-            of_parameters[found[2].split()[-1]] = " ".join(found[3].split())
-    doc = _SPHINX.sub("", doc)
     sections = list(_SECTION.finditer(doc))
     for at, section in enumerate(sections):
         if not section[1].lower().startswith(("arg", "param")):
             continue
         body = doc[section.end() : sections[at + 1].start() if sections[at + 1 :] else None]
-        numpys = section[2].startswith("\n")
         for found in _ENTRY.finditer(inspect.cleandoc("\n" + body)):
-            said = found[2].partition("\n")[2] if numpys else found[2]
-            of_parameters[found[1]] = " ".join(said.split())
+            of_parameters[found[1]] = " ".join(found[2].split())
     about = doc[: sections[0].start() if sections else None]
     return "\n".join(line.rstrip() for line in about.strip().splitlines()), of_parameters

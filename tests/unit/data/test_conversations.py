@@ -12,7 +12,6 @@ from dora_pipe.producers.data.conversations import (
     conversation_of,
     prompt_of,
     split_answer,
-    text_of,
     unshown_columns,
 )
 
@@ -73,13 +72,6 @@ def test_message_of_the_assistant_at_the_end_is_the_answer() -> None:
     assert split_answer([USER]) == ([USER], None)
     assert split_answer([USER, SAID, USER]) == ([USER, SAID, USER], None)
     assert split_answer([SAID]) == ([SAID], None)
-
-
-def test_text_of_a_message_joins_its_parts() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert (text_of({"content": parts}), text_of(SAID), text_of({})) == ("ab", "2", "")
-    with pytest.raises(TaskError, match="not text"):
-        text_of({"content": [*parts, {"type": "image", "image": "x.png"}]})
 
 
 def test_a_prompt_is_text_or_messages_and_json_in_text_is_not_taken_for_text() -> None:

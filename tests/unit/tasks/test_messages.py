@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks.messages import (
     NoAnswer,
     arguments_of,
     described,
     normal,
+    text_of,
     tool_schema,
 )
 
@@ -201,32 +203,6 @@ def test_classes_and_enumerations_are_written_out_where_they_are_used() -> None:
     )
 
 
-NUMPYS = """Add.
-
-Slowly.
-
-Parameters
-----------
-a : int
-    The first
-    of them.
-b : float, optional
-    The other.
-
-Returns
--------
-float
-    c : no
-"""
-SPHINX = """Add.
-
-Slowly.
-
-:param a: The first
-    of them.
-:param float b: The other.
-:returns: no
-"""
 GOOGLES = """Add.
 
 Slowly.
@@ -241,10 +217,9 @@ Raises:
 """
 
 
-@pytest.mark.parametrize("doc", [NUMPYS, SPHINX, GOOGLES])
-def test_three_ways_to_document_parameters_are_read(doc: str) -> None:
+def test_google_docstrings_describe_parameters() -> None:
     texts = {"a": "The first of them.", "b": "The other."}
-    assert described(doc.strip()) == ("Add.\n\nSlowly.", texts)
+    assert described(GOOGLES.strip()) == ("Add.\n\nSlowly.", texts)
 
 
 def spread(*numbers: int) -> int:
@@ -279,3 +254,10 @@ def test_a_function_that_cannot_be_a_tool_is_refused_by_name(function: Any, why:
     with pytest.raises(NoAnswer) as refused:
         tool_schema(function)
     assert why in str(refused.value)
+
+
+def test_text_of_a_content_joins_its_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (text_of(parts), text_of("2"), text_of(None)) == ("ab", "2", "")
+    with pytest.raises(TaskError, match="neither text nor text parts"):
+        text_of([*parts, {"type": "image", "image": "x.png"}])

@@ -41,8 +41,6 @@ _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _BOM: Final = b"\xef\xbb\xbf"
 _FORMATS: Final = (
     (b"PAR1", "parquet"),
-    (b"ARROW1", "arrow-file"),
-    (b"\xff\xff\xff\xff", "arrow-stream"),
     (b"\x1f\x8b", "gzip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
 )
@@ -59,8 +57,8 @@ def rows_of(source: Source, spec: DataSpec) -> Iterator[Placed]:
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror}") from error
     kind = next((name for magic, name in _FORMATS if head.startswith(magic)), "text")
-    if kind in ("parquet", "arrow-file", "arrow-stream"):
-        return _table_rows(source, kind, tuple(without(spec.columns)))
+    if kind == "parquet":
+        return _table_rows(source, tuple(without(spec.columns)))
     return _text_rows(path, kind)
 
 
@@ -175,37 +173,26 @@ def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator
             raise TaskError(f"{path}, behind {location}: {error}") from error
 
 
-# Tables: Parquet, Arrow, the hub.
+# Tables: Parquet, the hub.
 
 
-def _table_rows(source: DataFile, kind: str, dropped: tuple[str, ...]) -> Iterator[Placed]:
+def _table_rows(source: DataFile, dropped: tuple[str, ...]) -> Iterator[Placed]:
     import pyarrow as pa
 
     try:
-        yield from _rows_in(str(source.path), _batches(source.path, kind, dropped), dropped)
+        yield from _rows_in(str(source.path), _batches(source.path, dropped), dropped)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         lines = str(error).splitlines()
         raise TaskError(f"{source.path}: {lines[0] if lines else type(error).__name__}") from error
 
 
-def _batches(path: Path, kind: str, dropped: tuple[str, ...]) -> Iterator[Any]:
-    import pyarrow as pa
+def _batches(path: Path, dropped: tuple[str, ...]) -> Iterator[Any]:
+    import pyarrow.parquet as pq
 
-    if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        # No read-ahead of row groups: one may be as large as the file.
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
-            names = [name for name in file.schema_arrow.names if name not in dropped]
-            yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
-        return
-    with pa.memory_map(str(path)) as mapped:
-        if kind == "arrow-stream":
-            yield from pa.ipc.open_stream(mapped)
-            return
-        with pa.ipc.open_file(mapped) as file:
-            for number in range(file.num_record_batches):
-                yield file.get_batch(number)
+    # No read-ahead of row groups: one may be as large as the file.
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        names = [name for name in file.schema_arrow.names if name not in dropped]
+        yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
 
 
 def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:

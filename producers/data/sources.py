@@ -1,6 +1,6 @@
 """Files of a data source: formats, globs and splits.
 
-Content identifies Parquet, Arrow, gzip and zstd; the suffix identifies CSV and TSV. Other text is
+Content identifies Parquet, gzip and zstd; the suffix identifies CSV and TSV. Other text is
 JSON, one object per line or one array.
 """
 
@@ -10,9 +10,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.core.system.own_code import nearest
@@ -73,11 +71,12 @@ def _hub(named: str, split: str) -> HubSet:
 def _local(named: str, split: str) -> Iterator[DataFile]:
     for path in _matches(named):
         if path.is_dir():
-            yield from _saved(path, split)
-        elif split:
+            raise TaskError(
+                f"{path}: is a directory", hint=f'name the files, for instance "{path}/*.parquet"'
+            )
+        if split:
             raise TaskError(f"{path}: a file has no split `{split}`")
-        else:
-            yield DataFile(path=path)
+        yield DataFile(path=path)
 
 
 def _matches(named: str) -> Sequence[Path]:
@@ -91,37 +90,3 @@ def _matches(named: str) -> Sequence[Path]:
         return [Path(path) for path in matching]
     beside = [path.name for path in path.parent.iterdir()] if path.parent.is_dir() else []
     raise TaskError(f"{path}: No such file or directory", hint=nearest(path.name, beside))
-
-
-def _saved(folder: Path, split: str) -> Iterator[DataFile]:
-    if (folder / "dataset_dict.json").is_file():
-        splits = [
-            str(split_name) for split_name in _plain(folder / "dataset_dict.json").get("splits", ())
-        ]
-        if not split:
-            split = splits[0] if len(splits) == 1 else DEFAULT_SPLIT
-        if split not in splits:
-            raise TaskError(
-                f"{folder}: no split `{split}`",
-                hint=nearest(split, splits) or f"it has {', '.join(splits)}",
-            )
-        folder = folder / split
-    elif split:
-        raise TaskError(f"{folder}: has no split `{split}`")
-    if not (folder / "state.json").is_file():
-        raise TaskError(
-            f"{folder}: not written by `save_to_disk`",
-            hint=f'name the files, for instance "{folder}/*.parquet"',
-        )
-    state = _plain(folder / "state.json")
-    if state.get("_indices_data_files"):
-        raise TaskError(f"{folder}: rows are selected by an indices file", hint="save it again")
-    for data_file in state.get("_data_files", ()):
-        yield DataFile(path=folder / data_file["filename"])
-
-
-def _plain(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise TaskError(f"{path}: {error}") from error

@@ -18,9 +18,9 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     sources: tuple[str, ...]
-    """Paths, globs, `save_to_disk` directories, or `hf:NAME[:CONFIG][@REVISION]`."""
+    """Paths, globs, or `hf:NAME[:CONFIG][@REVISION]`."""
     split: str = ""
-    """Split of saved or hub data sets; empty: the only one, or `train`."""
+    """Split of hub data sets; empty: `train`."""
     columns: Mapping[str, str] = {}
     """Old name by new name; an empty new name drops the column."""
     filter: str = ""

@@ -20,24 +20,6 @@ def write_jsonl(path: Path, rows: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_saved(path: Path, rows: Rows) -> None:
-    path.mkdir(parents=True)
-    table = pa.Table.from_pylist(list(rows))
-    half = len(rows) // 2
-    names = []
-    for number, part in enumerate((table.slice(0, half), table.slice(half))):
-        names.append({"filename": f"data-{number:05}-of-00002.arrow"})
-        with pa.ipc.new_stream(path / names[-1]["filename"], table.schema) as file:
-            file.write_table(part)
-    (path / "state.json").write_text(json.dumps({"_data_files": names, "_split": None}))
-
-
-def write_splits(path: Path, splits: Mapping[str, Rows]) -> None:
-    for name, rows in splits.items():
-        write_saved(path / name, rows)
-    (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
-
-
 def _array(path: Path, rows: Rows) -> None:
     path.write_text(json.dumps(list(rows), indent=1))
 
@@ -47,12 +29,6 @@ def _csv(path: Path, rows: Rows, delimiter: str = ",") -> None:
         writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _arrow(path: Path, rows: Rows) -> None:
-    table = pa.Table.from_pylist(list(rows))
-    with pa.ipc.new_file(path, table.schema) as file:
-        file.write_table(table)
 
 
 def _parquet(path: Path, rows: Rows) -> None:
@@ -74,8 +50,6 @@ TYPED: Final[Mapping[str, Callable[[Path, Rows], None]]] = {
     "rows.jsonl.gz": _gzip,
     "rows.json.zst": _zstd,
     "rows.parquet": _parquet,
-    "rows.arrow": _arrow,
-    "saved": write_saved,
 }
 """Writer by file name."""
 

@@ -21,7 +21,7 @@ from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.rows import DataRows
 from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks.registry import rows_digest
-from tests.support.data_files import TEXT, TYPED, write_jsonl, write_splits
+from tests.support.data_files import TEXT, TYPED, write_jsonl
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 
@@ -153,8 +153,6 @@ def test_json_lines_in_a_json_file_and_a_mark_of_byte_order_are_read(tmp_path: P
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00rubbish", "a.jsonl.gz: "),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfdrubbish", "a.jsonl.zst: "),
         ("a.parquet", b"PAR1rubbishPAR1", "a.parquet: "),
-        ("a.arrow", b"ARROW1rubbish", "a.arrow: "),
-        ("a.arrow", b"\xff\xff\xff\xffrubbish", "a.arrow: "),
         ("a.jsonl", b'{"a": "\xff"}', "line 1: "),
     ],
 )
@@ -196,11 +194,10 @@ def test_damaged_files_are_rows_or_an_error_that_names_the_file(
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         TEXT[name](path, [{"prompt": "a" * 30, "answer": "b"}] * 20)
-        broken = path / "data-00000-of-00002.arrow" if path.is_dir() else path
-        content = bytearray(broken.read_bytes())
+        content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 4))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-        broken.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+        path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
         try:
             assert len(of(path)) >= 0
         except TaskError as error:
@@ -210,13 +207,10 @@ def test_damaged_files_are_rows_or_an_error_that_names_the_file(
 @pytest.mark.parametrize(
     ("source", "asked", "message"),
     [
-        ("splits", {"split": "tets"}, "no split `tets`; did you mean `test`?"),
-        ("splits", {}, "no split `train`; it has dev, test"),
-        ("splits/dev", {"split": "train"}, "has no split `train`"),
         ("rows.jsonl", {"split": "train"}, "a file has no split `train`"),
         ("rows.jsnol", {}, "No such file or directory; did you mean `rows.jsonl`?"),
         ("*.parquet", {}, "no file matches"),
-        (".", {}, "not written by `save_to_disk`"),
+        (".", {}, "is a directory; name the files"),
         ("hf:", {}, "`hf:` is not a data set"),
         ("rows.jsonl", {"columns": {"prompt": "qestion"}}, "no column `qestion`; did you mean"),
         ("rows.jsonl", {"prompt": "prompt"}, "line 1: no text in `prompt`; it has `question`"),
@@ -229,7 +223,6 @@ def test_what_is_not_there_is_said_with_what_is(
 ) -> None:
     rows = [{"question": "a", "level": 1}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    write_splits(tmp_path / "splits", {"dev": rows, "test": rows})
     with pytest.raises(DoraError) as caught:
         of(source if source.startswith("hf:") else tmp_path / source, **asked)
     assert message in f"{caught.value.message}; {caught.value.hint}"

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -46,11 +46,9 @@ class OpenEnvTask(SeededTask):
         url: str,
         *,
         field: str = "",
-        observation: str = "",
         observe: str = "",
         act: str = "",
         reset: Mapping[str, Any] | None = None,
-        total: Literal["sum", "last"] = "sum",
         sessions: int = 64,
         max_mistakes: int = 2,
         seed: int = 1,
@@ -83,12 +81,9 @@ class OpenEnvTask(SeededTask):
             load_function(f"task.options.{key}", path, TaskError) if path else None
             for key, path in (("observe", observe), ("act", act))
         )
-        self._shown = observation
         self._field, self._type = ("", "") if act else self._fit(field)
         self.begin = dict(reset or {})
-        if total not in ("sum", "last"):
-            raise ConfigError(f"task.options.total: {total!r} is neither 'sum' nor 'last'")
-        self.total, self.max_mistakes = total, max_mistakes
+        self.max_mistakes = max_mistakes
         self.room = _Room(sessions)
 
     def environment(self, row: Row) -> Environment:
@@ -113,8 +108,6 @@ class OpenEnvTask(SeededTask):
             for name, value in dict(observation).items()
             if name != "metadata" and value is not None
         }
-        if self._shown:
-            return _plain(fields.get(self._shown, ""))
         if len(fields) == 1:
             return _plain(*fields.values())
         return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
@@ -212,15 +205,13 @@ class RemoteEpisode(Environment):
         return self._task.prompt_format.then(f"\n{self._task.describe(answer['observation'])}\n")
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
-        """Return the steps' reward by `options.total`, with counts as parts."""
+        """Return the sum of the steps' rewards, with counts as parts."""
         parts = {
             "steps": float(len(self._rewards)),
             "mistakes": float(self._mistakes),
             "ended": float(self._ended),
         }
-        last = self._rewards[-1] if self._rewards else 0.0
-        value = sum(self._rewards) if self._task.total == "sum" else last
-        return Reward(value=value, parts=parts)
+        return Reward(value=sum(self._rewards), parts=parts)
 
     async def close(self) -> None:  # type: ignore[override]
         socket, self._socket = self._socket, None

@@ -120,20 +120,14 @@ class Exact(Compared, frozen=True, kw_only=True):
     """Ignore surrounding white space."""
     case: bool = True
     """Distinguish upper and lower case."""
-    behind: str = ""
-    """Marker: compare the text after its last occurrence."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         return self.score
 
     def score(self, completion: Completion, answer: Any) -> Reward:
         """Return 1 or 0."""
-        text, golds = self.part(completion), right_answers(answer, self.field)
-        if self.behind:
-            _, marker, text = text.rpartition(self.behind)
-            if not marker:
-                return Reward(value=0.0)
-        return _compared(text, golds, self._normal)
+        golds = right_answers(answer, self.field)
+        return _compared(self.part(completion), golds, self._normal)
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.strip else text

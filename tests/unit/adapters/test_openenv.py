@@ -136,7 +136,6 @@ def test_actions_and_observations_may_be_ones_own(
     [
         ({"field": "gues"}, "an action has no `gues`"),
         ({"sessions": 0}, "task.options.sessions"),
-        ({"total": "mean"}, "task.options.total"),
     ],
 )
 def test_options_that_do_not_fit_are_named(url: str, options: dict[str, Any], words: str) -> None:

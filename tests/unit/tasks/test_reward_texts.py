@@ -79,8 +79,7 @@ def test_an_expression_that_equals_the_answer_is_right_however_it_is_written(
         ("math", ["1/2", "it is 0.50", r"$\frac{2}{4}$"], "1/2", {}, "1/2"),
         ("math", ["7.0", "#### 7"], "3", {}, "7"),
         ("math", ["no idea", ""], "3", {}, ""),
-        ("exact", ["so: 42", "so:  42 "], "7", {"behind": ":"}, "42"),
-        ("exact", ["42"], "42", {"behind": ":"}, ""),
+        ("exact", ["42", " 42 "], "7", {}, "42"),
         (
             "regex",
             ["is 42", "3, no, is  42 "],
@@ -147,8 +146,6 @@ def test_math_may_count_only_what_is_boxed(text: str, value: float) -> None:
         ("42", 42, {}, 1.0),
         ("Yes", "yes", {}, 0.0),
         ("Yes", "yes", {"case": False}, 1.0),
-        ("1 #### 2 #### 3", "3", {"behind": "####"}, 1.0),
-        ("3", "3", {"behind": "####"}, 0.0),
         ("", "", {}, 1.0),
     ],
 )

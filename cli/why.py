@@ -19,7 +19,7 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.waits import StepWait, Summary, summarise, waits_of
-from dora_pipe.observe.why import WhyAnswer, why_at, why_now, why_step
+from dora_pipe.observe.why import WhyAnswer, why_at, why_now
 
 STOPPED_AFTER_S: Final = 60.0
 """A run whose roles are all silent for this long is shown as of its last status."""
@@ -46,9 +46,9 @@ def answer(run: OpenRun, asked: Asked) -> None:
         moment_ns = _moment_ns(run, asked.at)
         _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked)
     elif asked.step is not None:
-        _print_answer(
-            why_step(run.bus, run.topics, step=asked.step), asked, _wait_of(run, asked.step)
-        )
+        wait = _wait_of(run, asked.step)
+        moment_ns = wait.taken_ns - 1
+        _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked, wait)
     else:
         _print_present(run, asked)
 
@@ -74,8 +74,14 @@ def _print_present(run: OpenRun, asked: Asked) -> None:
 
 
 def _wait_of(run: OpenRun, step: int) -> StepWait:
+    """Return the wait before a step. Raises UsageError if its batch was not taken yet."""
     with closing(run.tables()) as tables:
-        return next(wait for wait in waits_of(tables) if wait.step == step)
+        wait = next((wait for wait in waits_of(tables) if wait.step == step), None)
+    if wait is None:
+        raise UsageError(
+            f"the batch of step {step} has not been taken", hint="see `why` without it"
+        )
+    return wait
 
 
 def _print_answer(answer: WhyAnswer, asked: Asked, wait: StepWait | None = None) -> None:

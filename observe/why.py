@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.core.errors import UsageError
 from dora_pipe.core.pure.wait_tracker import alarm_line
 from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER, read_statuses
@@ -24,7 +23,7 @@ from dora_pipe.schemas.metrics import (
     TrainerStatus,
     WorkerStatus,
 )
-from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
 
 TAIL_RECORDS: Final = 20_000
@@ -411,35 +410,31 @@ def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
 
 
 class _Past(RunStats):
-    """Run as of a moment, or before a certain round."""
+    """Run as of a moment; None: now."""
 
-    def __init__(
-        self, run: str, ends: Callable[[Round], bool] = lambda _: False, until_ns: int | None = None
-    ) -> None:
-        """`ends` matches the first round to exclude."""
+    def __init__(self, run: str, until_ns: int | None = None) -> None:
         super().__init__(run)
-        self.ended_ns: int | None = None
-        self.until_ns = until_ns
-        self._ends = ends
+        self._until_ns = until_ns
+        self._ended = False
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        later = self.until_ns is not None and fact.at_ns > self.until_ns
-        if self.ended_ns is None and not later:
+        if not self._ended and not self._is_later(fact.at_ns):
             super().fact(offset, fact)
 
     def round(self, round_: Round, offset: int) -> None:
-        if self.ended_ns is None and self._ends(round_):
-            self.ended_ns = round_.now_ns
-        elif self.ended_ns is None:
+        self._ended = self._ended or self._is_later(round_.now_ns)
+        if not self._ended:
             super().round(round_, offset)
+
+    def _is_later(self, at_ns: int) -> bool:
+        return self._until_ns is not None and at_ns > self._until_ns
 
     def read_until(self, bus: Bus, topics: Topics) -> None:
         """Read a log and its statuses up to the same moment. Raises BusError, LogTruncated."""
         with closing(self.follow(bus, topics, statuses=False)) as follower:
-            while self.ended_ns is None and follower.advance():
+            while not self._ended and follower.advance():
                 pass
-        until_ns = self.ended_ns if self.until_ns is None else self.until_ns
-        for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=until_ns):
+        for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=self._until_ns):
             self.status(status)
 
 
@@ -452,27 +447,6 @@ def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
 
 def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
     """Return the waits at a past moment. Raises as `why_now`."""
-    past = _Past(topics.run, lambda round_: round_.now_ns > at_ns, at_ns)
+    past = _Past(topics.run, at_ns)
     past.read_until(bus, topics)
     return answer_of(past, at_ns)
-
-
-def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
-    """Return the last waits before a step's batch was taken.
-
-    Raises UsageError if it was not taken yet, and as `why_now`.
-    """
-
-    def takes(round_: Round) -> bool:
-        return any(
-            isinstance(decision, TakeBatch) and decision.step == step
-            for decision in round_.decisions
-        )
-
-    past = _Past(topics.run, takes)
-    past.read_until(bus, topics)
-    if past.ended_ns is None:
-        raise UsageError(
-            f"the batch of step {step} has not been taken", hint="see `why` without it"
-        )
-    return answer_of(past, past.ended_ns)

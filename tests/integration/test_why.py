@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.errors import UsageError
 from dora_pipe.core.pure.records import Append
-from dora_pipe.observe.why import RoleAnswer, WhyAnswer, why_at, why_now, why_step
+from dora_pipe.observe.why import RoleAnswer, WhyAnswer, why_at, why_now
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
@@ -141,17 +140,6 @@ def test_past_is_explained_as_it_was_then(cluster: Cluster) -> None:
     for name in ("trainer", "orchestrator"):
         assert role(again, name).line == role(text, name).line
     assert role(again, "orchestrator").chain == (role(text, "trainer").line,)
-
-
-def test_step_is_explained_at_the_moment_before_its_batch_was_taken(cluster: Cluster) -> None:
-    cluster.run()
-    answer = why_step(cluster.bus, cluster.topics, step=0)
-    assert (answer.step, answer.training) == (0, None)
-    trainer = role(answer, "trainer")
-    assert trainer.text.startswith("waiting for batch of step 0")
-    assert trainer.chain[0].startswith("orchestrator: waiting for groups g")
-    with pytest.raises(UsageError, match="the batch of step 99 has not been taken"):
-        why_step(cluster.bus, cluster.topics, step=99)
 
 
 def test_run_that_is_over_waits_for_nothing(cluster: Cluster) -> None:

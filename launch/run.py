@@ -54,19 +54,16 @@ def supervise(
     watch: Watch | None = None,
     *,
     report: Callable[[str], None] = say,
-    verbose: bool = False,
 ) -> bool:
     """Start every role and report until all have ended; return False if the user stopped it.
 
-    `verbose` shows step metrics. Raises UsageError if the run is already running.
+    Raises UsageError if the run is already running.
     """
     with locked(plan.directory), outlasting(plan.directory.logs / "run.log"):
-        return _supervise(plan, watch, report, verbose=verbose)
+        return _supervise(plan, watch, report)
 
 
-def _supervise(
-    plan: Plan, watch: Watch | None, report: Callable[[str], None], *, verbose: bool
-) -> bool:
+def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -> bool:
     directory, config = plan.directory, plan.config
     name_process("run", config.run.name)
     need_parts(config)
@@ -79,7 +76,7 @@ def _supervise(
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
     ):
-        progress = progress_of(bus, config, directory.logs, verbose=verbose)
+        progress = progress_of(bus, config, directory.logs)
         console = RunConsole(progress, report)
         disk = disk_watch(directory, config, brokers, report)
 
@@ -107,11 +104,11 @@ def _supervise(
         return finished
 
 
-def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
+def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past, verbose=verbose)
+    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past)
 
 
 def disk_watch(

@@ -2,7 +2,6 @@
 
 1. A dropped trajectory gives no gradient and no baseline. A dropped group leaves the batch.
 2. A reward replaces the logged one; None means no valid reward.
-3. A weight is a factor of the loss; the divisor of the mean stays the same.
 
 Advantages are 0 in a group with fewer than two rewards or equal ones.
 """
@@ -10,7 +9,7 @@ Advantages are 0 in a group with fewer than two rewards or equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,28 +35,23 @@ class Start:
 class Change:
     """Difference between a replay and its run.
 
-    Example: ``Change(drop=frozenset({"g0000000042"}), weights={"g0000000043-001": 0.5})``
+    Example: ``Change(drop=frozenset({"g0000000042"}), rewards={"g0000000043-001": 0.5})``
     """
 
     drop: frozenset[str] = frozenset()
     """Groups and trajectories."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """By trajectory."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Loss factors by trajectory, 1 by default."""
     settings: Settings = field(default_factory=dict)
     """Logged keys of the trainer and the objective."""
     start: Start | None = None
     """Default: the run's own."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a non-finite reward or a negative weight."""
+        """Raises UsageError for a non-finite reward."""
         for name, reward in self.rewards.items():
             if reward is not None and not math.isfinite(reward):
                 raise UsageError(f"the reward of {name} is {reward}", hint="a finite number")
-        for name, weight in self.weights.items():
-            if not 0.0 <= weight < math.inf:
-                raise UsageError(f"the weight of {name} is {weight}", hint="0 or more, and finite")
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -65,7 +59,6 @@ class Change:
         return {
             "drop": sorted(self.drop),
             "rewards": dict(self.rewards),
-            "weights": dict(self.weights),
             "settings": dict(self.settings),
             "start": None if self.start is None else self.start.digest,
         }
@@ -84,26 +77,16 @@ def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
     groups = [_group(group, change) for group in batch.groups if group.group not in change.drop]
     if batch.groups and not groups:
         raise UsageError(f"step {batch.step} has no group left", hint="drop fewer groups")
-    weights = _weights(change.weights, groups)
     same = len(groups) == len(batch.groups) and all(
         changed is other for changed, other in zip(groups, batch.groups, strict=True)
     )
-    if same and not weights:
+    if same:
         return batch
     sizes = [
         sum(group.group not in change.drop for group in part.groups) for part in batch.in_parts()
     ]
     parts = [size for size in sizes if size][:-1]
-    return replace(batch, groups=groups, parts=parts, weights=weights or None)
-
-
-def _weights(weights: Mapping[str, float], groups: Collection[TrainGroup]) -> dict[str, float]:
-    names = (
-        (trajectory.trajectory for group in groups for trajectory in group.trajectories)
-        if weights
-        else ()
-    )
-    return {name: weights[name] for name in names if weights.get(name, 1.0) != 1.0}
+    return replace(batch, groups=groups, parts=parts)
 
 
 def _group(group: TrainGroup, change: Change) -> TrainGroup:

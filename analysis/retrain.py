@@ -21,9 +21,8 @@ from dora_pipe.analysis.change import EMPTY, Change
 from dora_pipe.analysis.replay import SourceRun, StepResult, raise_if_diverged, replay_steps
 from dora_pipe.audit.reading import record_at
 from dora_pipe.config.logged import logged_config
-from dora_pipe.consumers.learners.registry import learner_kind
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.system.console import say
 from dora_pipe.launch.inherit import CHANGE, OPTIMIZER, RetrainedModel, state_keys
@@ -60,8 +59,8 @@ def retrain(
 ) -> list[RetrainedStep]:
     """Repeat `steps` with a change, write `out`, return the steps.
 
-    Raises UsageError for a directory in use and unknown rows, ConfigError for a trainer without row
-    weights, ReplayDiverged if an unchanged step differs, and what the trainer raises.
+    Raises UsageError for a directory in use and unknown rows, ReplayDiverged if an unchanged step
+    differs, and what the trainer raises.
     """
     _check_change(run, steps, change)
     _begin(out)
@@ -100,13 +99,7 @@ def _begin(out: Path) -> None:
 
 
 def _check_change(run: SourceRun, steps: range, change: Change) -> None:
-    config = logged_config(run.started.config)
-    if change.weights and not learner_kind(config.trainer.kind, config.task.directory).weights:
-        raise ConfigError(
-            f"trainer `{config.trainer.kind}` does not support row weights",
-            hint="use a LearnerKind with weights = True",
-        )
-    unknown = {*change.drop, *change.weights}
+    unknown = set(change.drop)
     if not unknown:
         return
     unknown.difference_update(_rows(run, steps))

@@ -15,34 +15,19 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.load import plain_overrides
 from dora_pipe.consumers.learners.registry import end_ranks
-from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 
 METRICS: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
 
 
-def change_of(
-    settings: Sequence[str], rewards: Path | None, drop: Sequence[str], weights: Sequence[str]
-) -> Change:
+def change_of(settings: Sequence[str], rewards: Path | None, drop: Sequence[str]) -> Change:
     """Return the change that the options describe. Raises UsageError, ConfigError."""
     return Change(
         settings=plain_overrides(settings),
         rewards={} if rewards is None else read_rewards(rewards),
         drop=frozenset(drop),
-        weights=dict(map(_weight, weights)),
     )
-
-
-def _weight(text: str) -> tuple[str, float]:
-    """Parse ``g0000000042-003=0.5``. Raises UsageError."""
-    name, _, factor = text.partition("=")
-    try:
-        return name, float(factor)
-    except ValueError:
-        raise UsageError(
-            f"--weight {text}: not a trajectory with a factor", hint="g0000000042-003=0.5"
-        ) from None
 
 
 def retrain_run(

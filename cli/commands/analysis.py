@@ -25,10 +25,6 @@ DropRowsOption = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="ID", help="Group or trajectory to leave out; repeatable."),
 ]
-WeightsOption = Annotated[
-    list[str] | None,
-    typer.Option("--weight", metavar="ID=X", help="Factor of a trajectory's loss; repeatable."),
-]
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Changed setting; repeatable."),
@@ -158,7 +154,6 @@ def retrain(
     settings: SettingsOption = None,
     rewards: RewardsOption = None,
     drop: DropRowsOption = None,
-    weights: WeightsOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -169,6 +164,6 @@ def retrain(
     from dora_pipe.cli.retrain import change_of, retrain_run
     from dora_pipe.launch.run_dir import opened
 
-    change = change_of(settings or (), rewards, drop or (), weights or ())
+    change = change_of(settings or (), rewards, drop or ())
     with opened(run, root) as opened_run, watched(opened_run) as (open_run, report):
         retrain_run(open_run, first, end, change, out, as_json=as_json, report=report)

@@ -57,8 +57,6 @@ class TrainBatch:
     """Float32 teacher log-probs of counted tokens, by trajectory."""
     parts: Sequence[int] = ()
     """Groups of each part but the last; empty if unsplit."""
-    weights: Mapping[str, float] | None = None
-    """Loss factor by trajectory, default 1, for altered replays."""
 
     def in_parts(self) -> list[TrainBatch]:
         """Return its parts as unsplit batches."""

@@ -63,8 +63,6 @@ class LearnerKind:
     """Required by `trainer.router_aux_loss`."""
     expert_parallel_size: bool = False
     """Required by `trainer.expert_parallel_size`."""
-    weights: bool = False
-    """Supports `TrainBatch.weights`."""
     leaves_device: bool = False
     """Required by `trainer.offload_between_steps`."""
 
@@ -325,7 +323,6 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         optimizers=("adamw", "muon", "adamw8bit"),
         routes=True,
         router_aux_loss=True,
-        weights=True,
         leaves_device=True,
     ),
     "deepspeed": LearnerKind(
@@ -338,7 +335,6 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         routes=True,
         router_aux_loss=True,
         expert_parallel_size=True,
-        weights=True,
         leaves_device=True,
     ),
 }

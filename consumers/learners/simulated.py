@@ -154,9 +154,6 @@ def _update_digest(past: Any, trajectory: Trajectory, batch: TrainBatch) -> None
     past.update(canonical(_plain(trajectory.logprobs)))
     if trajectory.meta.contexts:
         past.update(canonical([msgspec.structs.astuple(of) for of in trajectory.meta.contexts]))
-    weight = (batch.weights or {}).get(trajectory.trajectory, 1.0)
-    if weight != 1.0:
-        past.update(canonical([weight]))
     if batch.teacher is not None:
         past.update(canonical(list(batch.teacher[trajectory.trajectory])))
 

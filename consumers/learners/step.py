@@ -49,7 +49,6 @@ class Item:
     teacher: Sequence[float] | None
     token_staleness: int
     """Summed staleness of sampled tokens, each by its own version."""
-    weight: float = 1.0
     minibatch: int = 0
     micro_batch: int | None = None
     """First one with some of its tokens."""
@@ -207,7 +206,6 @@ def _item(
             for segment in trajectory.segments
             if segment.kind == "model"
         ),
-        weight=(batch.weights or {}).get(trajectory.trajectory, 1.0),
     )
 
 
@@ -237,15 +235,15 @@ def part_passes(
 
 
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
-    """Skips exactly zero gradients, which still count in the mean: zero weight, or zero advantage
-    without KL, teacher and router loss.
+    """Skips exactly zero gradients, which still count in the mean: zero advantage without KL,
+    teacher and router loss.
     """
     objective = settings.objective
     also = objective.kl_coef or objective.teacher_weight or settings.router_aux_loss
     chosen = [
-        (item, weight * item.weight)
+        (item, weight)
         for item, weight in zip(valid, weights, strict=True)
-        if item.counted and item.weight and (item.worth or also)
+        if item.counted and (item.worth or also)
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]

@@ -42,7 +42,6 @@ def test_a_batch_of_which_nothing_is_said_is_the_very_same_one() -> None:
     change = Change(
         drop=frozenset({"g0000000999", "g0000000999-001"}),
         rewards={"g0000000999-000": 0.0, text.trajectory: text.reward},
-        weights={"g0000000999-000": 2.0, text.trajectory: 1.0},
     )
     assert changed_batch(batch, EMPTY) is batch
     assert changed_batch(batch, change) is batch
@@ -119,29 +118,6 @@ def test_another_reward_takes_the_place_of_the_logged_one() -> None:
     assert actual_batch.groups[1:] == batch.groups[1:]
 
 
-def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy) -> None:
-    batch = batch_of()
-    names = [trajectory.trajectory for trajectory in batch.groups[0].trajectories]
-    plain = policy.trainer().train(batch, ONE_UPDATE).contributions
-    actual_batch = changed_batch(batch, Change(weights={names[0]: 2.0, names[1]: 0.0}))
-    rows = policy.trainer().train(actual_batch, ONE_UPDATE).contributions
-    share = {row["trajectory"]: row["loss_share"] for row in rows}
-    for row in plain:
-        name = row["trajectory"]
-        if name == names[1]:
-            assert share[name] is None
-        else:
-            factor = 2.0 if name == names[0] else 1.0
-            assert share[name] == pytest.approx(factor * row["loss_share"], rel=1e-5)
-    assert [row["advantage"] for row in rows] == [row["advantage"] for row in plain]
-
-
-@pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
-def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
-    with pytest.raises(UsageError, match="weight of g0000000001-000"):
-        Change(weights={"g0000000001-000": weight})
-
-
 def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="reward of g0000000001-000"):
         Change(rewards={"g0000000001-000": float("nan")})
@@ -156,13 +132,10 @@ def test_a_change_is_read_from_a_file_of_rewards_and_options(tmp_path: Path) -> 
     write_rewards(rewards, lines)
     with rewards.open("a") as file:
         file.write('{"trajectory": "g1-002", "reward": 1, "error": "# none"}\n')
-    change = change_of(["trainer.learning_rate=1e-4"], rewards, ["g2"], ["g3-000=0.5"])
+    change = change_of(["trainer.learning_rate=1e-4"], rewards, ["g2"])
     assert change.rewards == {"g1-000": 0.5, "g1-001": None, "g1-002": 1.0}
     assert change.drop == {"g2"}
-    assert change.weights == {"g3-000": 0.5}
     assert change.settings == {"trainer.learning_rate": 1e-4}
-    with pytest.raises(UsageError, match="--weight g1: not a trajectory with a factor"):
-        change_of([], None, [], ["g1"])
     rewards.write_text('{"trajectory": "g1-000", "reward": 0.5}\nnonsense\n')
     with pytest.raises(UsageError, match="line 2"):
         read_rewards(rewards)

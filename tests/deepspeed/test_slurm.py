@@ -87,17 +87,17 @@ def _assert_whole(job: SlurmJob, steps: int) -> int:
 
 def test_trainer_of_two_nodes_with_stores_of_their_own_trains_a_whole_run(job: SlurmJob) -> None:
     with job.submitted(*WORDS) as submitted:
-        assert submitted.wait(LIMIT_S) == 0, job.said()
-    assert _assert_whole(job, 3) == 1, job.said()
+        assert submitted.wait(LIMIT_S) == 0, job.output()
+    assert _assert_whole(job, 3) == 1, job.output()
 
 
 def test_a_rank_that_is_killed_in_a_step_costs_that_step_and_the_job_goes_on(job: SlurmJob) -> None:
     with job.submitted(*WORDS, "-o", f"run.steps={STEPS}") as submitted:
         _until_committed(job, 2)
         os.kill(_rank_1(job), signal.SIGKILL)
-        assert submitted.wait(LIMIT_S) == 0, job.said()
-    assert "rank 1 of the trainer was killed (SIGKILL)" in job.said()
-    assert _assert_whole(job, STEPS) == 2, job.said()
+        assert submitted.wait(LIMIT_S) == 0, job.output()
+    assert "rank 1 of the trainer was killed (SIGKILL)" in job.output()
+    assert _assert_whole(job, STEPS) == 2, job.output()
 
 
 def test_a_node_that_is_lost_ends_the_job_and_submitted_again_it_goes_on(job: SlurmJob) -> None:
@@ -106,14 +106,14 @@ def test_a_node_that_is_lost_ends_the_job_and_submitted_again_it_goes_on(job: Sl
         _until_committed(job, 2)
         for pid in _second_node(job):
             os.kill(pid, signal.SIGKILL)
-        assert submitted.wait(LIMIT_S) == 137, job.said()
+        assert submitted.wait(LIMIT_S) == 137, job.output()
     assert not job.processes()
     with job.submitted(*words) as again:
-        assert again.wait(LIMIT_S) == 0, job.said()
-    assert _assert_whole(job, STEPS) == 2, job.said()
+        assert again.wait(LIMIT_S) == 0, job.output()
+    assert _assert_whole(job, STEPS) == 2, job.output()
 
 
 def test_ranks_that_are_no_equal_shares_end_the_job_with_their_line(job: SlurmJob) -> None:
     with job.submitted(*WORDS, "-o", "trainer.ranks=3") as submitted:
-        assert submitted.wait(LIMIT_S) == 3, job.said()
-    assert "3 is not a multiple of 2 nodes" in job.said()
+        assert submitted.wait(LIMIT_S) == 3, job.output()
+    assert "3 is not a multiple of 2 nodes" in job.output()

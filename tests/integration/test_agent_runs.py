@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from tests.support.agent_run import (
     check_answers_stand_behind_their_prompts,
     check_calls_end_where_they_asked,
-    check_what_was_told_is_logged_once,
+    check_sampled_tokens_are_logged_once,
     furnish_agent,
 )
 from tests.support.user_run import assert_clean, call, call_here, furnish, steps
@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_script_was_told_is_what_the_log_has_each_token_once(directory: Path) -> None:
     assert steps(directory, "tiny") == [0, 1]
-    check_what_was_told_is_logged_once(directory)
+    check_sampled_tokens_are_logged_once(directory)
 
 
 def test_every_answer_stands_behind_its_prompt_in_a_context(directory: Path) -> None:

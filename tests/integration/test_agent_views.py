@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.integration.test_agent_runs import directory
-from tests.support.agent_run import told
+from tests.support.agent_run import agent_calls
 from tests.support.command_line import Call
 
 __all__ = ["directory"]
@@ -33,7 +33,7 @@ def test_the_table_of_calls_has_what_the_scripts_were_told(call: Call, directory
                     sum(prompt_tokens) as prompt, min(idle_ns) as idle
              from calls group by caller order by caller"""
     rows = _asked(call, directory, "sql", sql)
-    heard = [entry for of in told(directory).values() for entry in of]
+    heard = [entry for of in agent_calls(directory).values() for entry in of]
     assert [row["caller"] for row in rows] == CALLERS
     for row in rows:
         own = [entry for entry in heard if entry["who"] == row["caller"]]

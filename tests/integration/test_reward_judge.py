@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from dora_pipe.producers.tasks.task import Retry, Reward
-from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint, said
+from tests.support.judge_endpoint import Answer, Endpoint, completion, judge_endpoint
 
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
 ROW = {"question": "6 * 7", "prompt": "6 * 7"}
@@ -68,7 +68,7 @@ def ask(client_of: Callable[..., JudgeClient]) -> Callable[..., Ask]:
 
 
 def always(text: str) -> Callable[[int, str], Answer]:
-    return lambda number, prompt: said(text)
+    return lambda number, prompt: completion(text)
 
 
 def test_the_template_is_asked_at_temperature_0_and_the_score_is_from_0_to_1(
@@ -122,8 +122,8 @@ def test_a_score_is_found_in_the_answer(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (said("I cannot say."), "the judge gave no score from 0 to 10: I cannot say."),
-        (said("Score: 11"), "the judge gave no score from 0 to 10: Score: 11"),
+        (completion("I cannot say."), "the judge gave no score from 0 to 10: I cannot say."),
+        (completion("Score: 11"), "the judge gave no score from 0 to 10: Score: 11"),
         ((200, b"<html>"), "the judge's answer is not a chat completion"),
         ((200, b'{"choices": []}'), "the judge's answer is not a chat completion"),
         ((429, b"slow down"), "says 429: slow down"),
@@ -191,7 +191,7 @@ def test_a_key_comes_from_the_environment_and_is_never_said(
 def test_samples_that_say_the_same_at_the_same_time_are_asked_about_once(
     client_of: Callable[..., JudgeClient],
 ) -> None:
-    numbered = judge_endpoint(lambda number, prompt: said(f"Score: {number}"), delay_s=0.2)
+    numbered = judge_endpoint(lambda number, prompt: completion(f"Score: {number}"), delay_s=0.2)
     with numbered as endpoint:
         result = asyncio.run(samples(client_of(endpoint)))
     assert [record.value for record in result] == [0.0] * 8
@@ -199,7 +199,7 @@ def test_samples_that_say_the_same_at_the_same_time_are_asked_about_once(
 
 
 def test_the_same_question_has_one_answer_and_one_cost(ask: Callable[..., Ask]) -> None:
-    with judge_endpoint(lambda number, prompt: said(f"Score: {number}")) as endpoint:
+    with judge_endpoint(lambda number, prompt: completion(f"Score: {number}")) as endpoint:
         first = ask(endpoint)("42")
         again = ask(endpoint)("42")
         other = ask(endpoint)("43")
@@ -290,7 +290,7 @@ def test_a_judge_that_is_busy_at_first_is_asked_again_and_one_that_never_answers
     tmp_path: Path,
 ) -> None:
     def busy(number: int, prompt: str) -> Answer:
-        return (429, b"busy") if number < 2 or "43" in prompt else said("Score: 10")
+        return (429, b"busy") if number < 2 or "43" in prompt else completion("Score: 10")
 
     stand_in = judge_endpoint(busy)
     with stand_in as endpoint, TaskPool(_task(tmp_path, endpoint.url)) as pool:

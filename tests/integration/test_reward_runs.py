@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from tests.support.judge_endpoint import Answer, judge_endpoint, said
+from tests.support.judge_endpoint import Answer, completion, judge_endpoint
 from tests.support.tidy import ROOT
 from tests.support.user_run import assert_clean, call, call_here, furnish
 
@@ -27,7 +27,7 @@ def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_witho
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opinion(number: int, prompt: str) -> Answer:
-        return (429, b"busy") if number == 0 else said(f"So.\nScore: {len(prompt) % 11}")
+        return (429, b"busy") if number == 0 else completion(f"So.\nScore: {len(prompt) % 11}")
 
     directory = furnish(tmp_path)
     monkeypatch.setenv("DORA_PIPE_CACHE", str(tmp_path / "cache"))

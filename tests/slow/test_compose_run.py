@@ -62,9 +62,9 @@ def test_the_demo_of_the_compose_file_trains_and_is_proved(
         containers.run(LIMIT_S)
         written = replication(brokers.bootstrap, "demo.trajectories")
     assert set(containers.codes) == set(roles)
-    assert "demo.trajectories: 4 partitions" in containers.said("topics")
+    assert "demo.trajectories: 4 partitions" in containers.log_text("topics")
     assert written == {replicas}
-    report = containers.said("audit")
+    report = containers.log_text("audit")
     assert "finished" in report
     assert "steps                                 3" in report
     assert (containers.volume("runs") / "demo" / "config.toml").is_file()

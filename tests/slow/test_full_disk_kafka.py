@@ -51,16 +51,20 @@ def running(
     url = f"bus.url=kafka://{broker.bootstrap}"
     running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}", "-o", url)
     try:
-        until(lambda: running.poll() is not None or "step    1 " in said(directory))
-        assert running.poll() is None, said(directory)
+        until(lambda: running.poll() is not None or "step    1 " in output(directory))
+        assert running.poll() is None, output(directory)
         disk.fill(but_bytes=LEFT_BYTES)
-        until(lambda: "free space, or the run will wait" in said(directory))
+        until(lambda: "free space, or the run will wait" in output(directory))
         assert call(directory, "why", RUN) == 0
-        assert said(directory).count("of broker 1 has only") == 2, said(directory)
+        assert output(directory).count("of broker 1 has only") == 2, output(directory)
         disk.fill()
         until(lambda: not broker.running)
-        until(lambda: "roles wait, dispatch is paused: free space within 120 s" in said(directory))
-        (paused,) = (line for line in said(directory).splitlines() if "dispatch is paused" in line)
+        until(
+            lambda: "roles wait, dispatch is paused: free space within 120 s" in output(directory)
+        )
+        (paused,) = (
+            line for line in output(directory).splitlines() if "dispatch is paused" in line
+        )
         # The moment decides how much the broker still answers before it ends.
         away = "the log is not reachable; when last reached: the disk under" in paused
         no_leader = "broker 1 stopped or cannot write: check their disks" in paused
@@ -71,7 +75,7 @@ def running(
         running.wait()
 
 
-def said(path: Path) -> str:
+def output(path: Path) -> str:
     return (path / "said").read_text() if (path / "said").exists() else ""
 
 
@@ -82,8 +86,8 @@ def test_run_goes_on_by_itself_when_its_broker_has_room_again(
     disk.grow(LARGER_MIB)
     broker.kill()
     broker.start()
-    until(lambda: "disk space is available again; the run continues" in said(directory))
-    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, said(directory)
+    until(lambda: "disk space is available again; the run continues" in output(directory))
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, output(directory)
     assert steps(directory, RUN) == list(range(STEPS))
     assert_clean(directory, RUN)
 
@@ -91,8 +95,8 @@ def test_run_goes_on_by_itself_when_its_broker_has_room_again(
 def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_says(
     directory: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, said(directory)
-    lines = said(directory).splitlines()
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, output(directory)
+    lines = output(directory).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "broker 1 " in errors[0], lines
     assert lines[-1].startswith("hint: free space"), lines
@@ -104,10 +108,10 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     until(_answers(directory))
     words = shlex.split(goes_on.partition("resume it with: ")[2])
     code = start(directory, *words[1:]).wait(2 * DELIVERY_TIMEOUT_S)
-    if "kafka-transactions.sh" in said(directory):
+    if "kafka-transactions.sh" in output(directory):
         # Truncating a partial write can drop an acknowledged marker written after it.
         pytest.skip("the broker lost the end of a transaction when its disk filled up")
-    assert code == 0, said(directory)
+    assert code == 0, output(directory)
     assert steps(directory, RUN) == list(range(STEPS))
     assert_clean(directory, RUN)
 

@@ -35,22 +35,22 @@ def directory(tmp_path: Path, disk: SmallDisk) -> Path:
     return directory
 
 
-def _said(path: Path) -> str:
+def _log_text(path: Path) -> str:
     return (path / "said").read_text() if (path / "said").exists() else ""
 
 
 @pytest.fixture
 def running(directory: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
     running = start(directory, "run", "config.toml", "-o", f"run.steps={STEPS}")
-    until(lambda: running.poll() is not None or "step" in _said(directory))
-    assert running.poll() is None, _said(directory)
+    until(lambda: running.poll() is not None or "step" in _log_text(directory))
+    assert running.poll() is None, _log_text(directory)
     until(
         lambda: (
             (directory / "runs" / RUN / "log.sqlite").exists() and len(steps(directory, RUN)) >= 2
         )
     )
     disk.fill()
-    until(lambda: "is full" in _said(directory))
+    until(lambda: "is full" in _log_text(directory))
     yield running
     running.kill()
     running.wait()
@@ -59,7 +59,7 @@ def running(directory: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes
 def test_run_goes_on_by_itself_when_room_is_made_and_holds(
     directory: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert "roles wait, dispatch is paused: free space within 120 s" in _said(directory)
+    assert "roles wait, dispatch is paused: free space within 120 s" in _log_text(directory)
     (directory / "why").write_bytes(_output(directory, "why", RUN))
     assert "is full" in (directory / "why").read_text()
     assert "is full" in _output(directory, "top", RUN, "--once").decode()
@@ -68,8 +68,8 @@ def test_run_goes_on_by_itself_when_room_is_made_and_holds(
         running.wait(20)
     assert len(steps(directory, RUN)) <= done + 1 < STEPS, "what was under way, and nothing more"
     disk.make_room()
-    until(lambda: "disk space is available again; the run continues" in _said(directory))
-    assert running.wait(DELIVERY_TIMEOUT_S) == 0, _said(directory)
+    until(lambda: "disk space is available again; the run continues" in _log_text(directory))
+    assert running.wait(DELIVERY_TIMEOUT_S) == 0, _log_text(directory)
     assert steps(directory, RUN) == list(range(STEPS))
     assert_clean(directory, RUN)
 
@@ -77,8 +77,8 @@ def test_run_goes_on_by_itself_when_room_is_made_and_holds(
 def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
     directory: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert running.wait(DELIVERY_TIMEOUT_S + 60) == 7, _said(directory)
-    lines = _said(directory).splitlines()
+    assert running.wait(DELIVERY_TIMEOUT_S + 60) == 7, _log_text(directory)
+    lines = _log_text(directory).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "is full" in errors[0] and "for 120 s" in errors[0], lines
     assert lines[-1].startswith("hint: free space"), lines
@@ -88,12 +88,12 @@ def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
     disk.make_room()
     words = shlex.split(goes_on.partition("resume it with: ")[2])
     assert words[0] == "dora-pipe"
-    assert call(directory, *words[1:]) == 0, _said(directory)
+    assert call(directory, *words[1:]) == 0, _log_text(directory)
     assert steps(directory, RUN) == list(range(STEPS))
     assert_clean(directory, RUN)
 
 
 def _output(path: Path, *words: str) -> bytes:
-    position = len(_said(path))
-    assert call(path, *words) == 0, _said(path)
-    return _said(path)[position:].encode()
+    position = len(_log_text(path))
+    assert call(path, *words) == 0, _log_text(path)
+    return _log_text(path)[position:].encode()

@@ -46,7 +46,7 @@ class Site:
         self._all.append(start(self.machine(machine), role, str(self.config), *rest))
         return self._all[-1]
 
-    def said(self, machine: str) -> str:
+    def output(self, machine: str) -> str:
         return (self.machine(machine) / "said").read_text()
 
     def facts(self) -> list[object]:
@@ -89,7 +89,7 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
         name: process.wait(WAIT_S)
         for name, process in zip("edcf", (second, trainer, w1, w2), strict=True)
     }
-    assert codes == dict.fromkeys("edcf", 0), "\n".join(map(site.said, "edcf"))
+    assert codes == dict.fromkeys("edcf", 0), "\n".join(map(site.output, "edcf"))
 
     facts = site.facts()
     assert site.steps() == list(range(STEPS))
@@ -99,7 +99,7 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
     assert not list(site.machine("b").rglob("config.toml")), "a worker needs none"
     late = [("orchestrator",), ("trainer",), ("worker", "--name", "w3")]
     for role, *words in late:  # as Kubernetes does, which knows of no end
-        assert site.start("h", role, *words).wait(WAIT_S) == 0, site.said("h")
+        assert site.start("h", role, *words).wait(WAIT_S) == 0, site.output("h")
     assert site.steps() == list(range(STEPS))
     prove(site)
 
@@ -109,21 +109,21 @@ def prove(site: Site) -> None:
     shown = answer(other, "config", str(site.config))
     assert shown.returncode == 0, shown.stderr
     (other / "config.toml").write_text(shown.stdout)
-    assert call(other, "audit", ".") == 0, site.said("g")
-    assert call(other, "replay", ".", "--from", str(STEPS - 3)) == 0, site.said("g")
-    assert "3 of 3 steps bit-equal" in site.said("g")
+    assert call(other, "audit", ".") == 0, site.output("g")
+    assert call(other, "replay", ".", "--from", str(STEPS - 3)) == 0, site.output("g")
+    assert "3 of 3 steps bit-equal" in site.output("g")
 
 
 def test_topics_may_be_made_before_by_somebody_who_may(site: Site) -> None:
-    assert call(site.machine("a"), "log", "create", str(site.config)) == 0, site.said("a")
-    assert call(site.machine("b"), "log", "create", str(site.config)) == 0, site.said("b")
-    assert f"{site.run}.trajectories: 4 partitions" in site.said("b")
+    assert call(site.machine("a"), "log", "create", str(site.config)) == 0, site.output("a")
+    assert call(site.machine("b"), "log", "create", str(site.config)) == 0, site.output("b")
+    assert f"{site.run}.trajectories: 4 partitions" in site.output("b")
     words = ("-o", "bus.partitions=5")
     assert call(site.machine("c"), "log", "create", str(site.config), *words) != 0
-    assert f"{site.run}.trajectories" in site.said("c")
+    assert f"{site.run}.trajectories" in site.output("c")
     words = ("-o", 'bus.url=""')
     assert call(site.machine("d"), "log", "create", str(site.config), *words) == 3
-    assert "this run uses SQLite" in site.said("d")
+    assert "this run uses SQLite" in site.output("d")
 
 
 def test_an_orchestrator_elsewhere_refuses_what_a_resumed_run_cannot_change(site: Site) -> None:
@@ -132,5 +132,5 @@ def test_an_orchestrator_elsewhere_refuses_what_a_resumed_run_cannot_change(site
     lose(first)
     words = ("-o", "rollout.group_size=3")
     assert call(site.machine("b"), "orchestrator", str(site.config), *words) == 3
-    assert "a resumed run cannot change rollout.group_size" in site.said("b")
+    assert "a resumed run cannot change rollout.group_size" in site.output("b")
     assert not list(site.machine("b").rglob("config.toml"))

@@ -43,11 +43,11 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
         killed = workers()[0]
         os.kill(killed, signal.SIGKILL)
         until(lambda: len(set(workers()) - {killed}) == 2)
-    assert first.returncode == 143, job.said()
-    assert "ended with 137 and is started again" in job.said()
+    assert first.returncode == 143, job.output()
+    assert "ended with 137 and is started again" in job.output()
     assert not job.processes()
     with job.submitted("-o", "run.steps=12") as again:
-        assert again.wait(LIMIT_S) == 0, job.said()
+        assert again.wait(LIMIT_S) == 0, job.output()
     assert not job.processes()
     with KafkaBroker(job.scratch / "kafka", port=job.port), opened(job.url) as run:
         report = audit(run.bus, run.topics, job.folder / "store")
@@ -61,12 +61,12 @@ def test_a_job_outlives_a_worker_and_being_requeued_and_leaves_a_whole_run(job: 
 
 def test_a_wrong_configuration_ends_the_job_with_its_line_and_code(job: SlurmJob) -> None:
     with job.submitted("-o", "run.stepz=12") as ended:
-        assert ended.wait(LIMIT_S) == 3, job.said()
-    assert "did you mean" in job.said()
+        assert ended.wait(LIMIT_S) == 3, job.output()
+    assert "did you mean" in job.output()
 
 
 def test_a_job_without_a_node_for_workers_is_refused(tmp_path: Path) -> None:
     job = SlurmJob(tmp_path, TRAINER_NODES="2")
     with job.submitted() as ended:
         assert ended.wait(LIMIT_S) == 2
-    assert "none is left for workers" in job.said()
+    assert "none is left for workers" in job.output()

@@ -76,7 +76,7 @@ class Site:
         named = ("--name", name) if name else ()
         self.running[name or role] = start(location, role, str(self.config), *named, *words)
 
-    def said(self, machine: str) -> str:
+    def output(self, machine: str) -> str:
         return (self.folder / machine / "said").read_text()
 
     def bus(self) -> Bus:
@@ -125,7 +125,7 @@ def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
     with closing(site.bus()) as bus:
         bus.writer().append([Append(topic=TOPICS.control, value=encode(command))])
     codes = {name: process.wait(WAIT_S) for name, process in site.running.items()}
-    assert set(codes.values()) == {0}, {name: site.said(name) for name in codes}
+    assert set(codes.values()) == {0}, {name: site.output(name) for name in codes}
 
     facts = site.facts()
     assert len([fact for fact in facts if isinstance(fact, StepCommitted)]) == 4
@@ -134,11 +134,11 @@ def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
     peers = {release.kv.peer for release in released if release.kv is not None}
     assert len(peers) >= 1 and all(peer.startswith("grpc://127.0.0.1:") for peer in peers)
 
-    counted = "".join(site.said(name) for name in ("w0", "w2"))
+    counted = "".join(site.output(name) for name in ("w0", "w2"))
     assert "'KV caches imported'" in counted and "KV cache not" not in counted
     came = [line for line in counted.splitlines() if " came from grpc://" in line]
     assert came, "no worker got weights from a peer"
-    assert all(TOKEN not in site.said(name) for name in codes)
+    assert all(TOKEN not in site.output(name) for name in codes)
     moved = sorted({release.trajectory for release in released})[:3]
     prove(site, moved)
 

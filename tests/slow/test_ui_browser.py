@@ -25,7 +25,7 @@ from tests.support.ui_stage import read_all, source_of
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        chromium.found() is None, reason="the pages need chromium, not found on this machine"
+        chromium.executable() is None, reason="the pages need chromium, not found on this machine"
     ),
 ]
 

@@ -21,7 +21,7 @@ __all__ = ["_nothing_goes_wrong", "page"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        chromium.found() is None, reason="the pages need chromium, not found on this machine"
+        chromium.executable() is None, reason="the pages need chromium, not found on this machine"
     ),
 ]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import openai
 
-TOLD = Path(__file__).parent / "told.jsonl"
+CALLS = Path(__file__).parent / "calls.jsonl"
 
 
 async def run(base_url, api_key, row):
@@ -34,26 +34,26 @@ async def run(base_url, api_key, row):
                 extra_body={"return_token_ids": True}, **more,
             )
             for choice in answer.choices:
-                told = {"session": base_url.split("/")[-2], "who": who,
+                call = {"session": base_url.split("/")[-2], "who": who,
                         "prompt": answer.prompt_token_ids, "sampled": choice.token_ids}
-                with TOLD.open("a") as file:
-                    file.write(json.dumps(told) + "\\n")
+                with CALLS.open("a") as file:
+                    file.write(json.dumps(call) + "\\n")
             return answer.choices[0].message
 
         async def talk(who, first):
             messages = [{"role": "user", "content": first}]
             for _ in range(2):
-                said = await ask(messages, who)
-                messages += [said, {"role": "user", "content": "more"}]
-            return said.content
+                reply = await ask(messages, who)
+                messages += [reply, {"role": "user", "content": "more"}]
+            return reply.content
 
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             talk("left", row["prompt"]), talk("right", "other " + row["prompt"])
         )
-        summed = " ".join(text.encode("ascii", "ignore").decode()[:4] for text in found)
+        summed = " ".join(text.encode("ascii", "ignore").decode()[:4] for text in answers)
         last = [{"role": "user", "content": "sum up: " + summed}]
-        said = await ask(last, "main", n=2, stop=list("abcdefghijklmnop"))
-        return said.content
+        reply = await ask(last, "main", n=2, stop=list("abcdefghijklmnop"))
+        return reply.content
 """
 
 STOPS = tuple("abcdefghijklmnop")
@@ -81,16 +81,16 @@ def furnish_agent(path: Path) -> Path:
     return path
 
 
-def told(path: Path) -> dict[str, list[dict[str, Any]]]:
+def agent_calls(path: Path) -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
-    for line in (path / "told.jsonl").read_text().splitlines():
+    for line in (path / "calls.jsonl").read_text().splitlines():
         row = json.loads(line)
         results.setdefault(row["session"], []).append(row)
     return results
 
 
-def check_what_was_told_is_logged_once(path: Path) -> None:
-    sessions = told(path)
+def check_sampled_tokens_are_logged_once(path: Path) -> None:
+    sessions = agent_calls(path)
     actual_trajectories = trajectories(path)
     assert len(actual_trajectories) >= 16
     for trajectory in actual_trajectories:
@@ -105,7 +105,7 @@ def check_what_was_told_is_logged_once(path: Path) -> None:
 
 
 def check_answers_stand_behind_their_prompts(path: Path) -> None:
-    sessions = told(path)
+    sessions = agent_calls(path)
     for trajectory in trajectories(path):
         contexts = [context.token_ids.tolist() for context in contexts_of(trajectory)]
         for answer in sessions[

@@ -44,7 +44,7 @@ START_NS = 1_000 * SECOND_NS
 SAMPLES = 2
 
 
-class ToldRun(ABC):
+class HandwrittenRun(ABC):
     """Run told record by record, one second each; subclasses fold the records."""
 
     def __init__(self, **config: Any) -> None:
@@ -156,7 +156,7 @@ def _place_of(spec: GroupSpec, attempt: int) -> int:
     return 1000 * spec.ordinal + 100 * (attempt - 1) + 50 * (spec.purpose == "eval")
 
 
-class CatalogueStage(ToldRun):
+class CatalogueStage(HandwrittenRun):
     def __init__(self) -> None:
         self.builder = CatalogueBuilder()
         self._catalogue = Catalogue()

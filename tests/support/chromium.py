@@ -29,7 +29,7 @@ FLAGS = (
 )
 
 
-def found() -> str | None:
+def executable() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -155,7 +155,7 @@ class _Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    program = found()
+    program = executable()
     assert program is not None, "there is no Chromium: ask `found` first"
     from_us, to_browser = os.pipe()
     from_browser, to_us = os.pipe()

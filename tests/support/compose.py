@@ -135,7 +135,7 @@ class Containers:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def said(self, name: str) -> str:
+    def log_text(self, name: str) -> str:
         path = self._folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -160,7 +160,7 @@ class Containers:
             if code is not None:
                 del self._running[name]
                 self.codes[name] = code
-                assert code == 0, f"{name} ended with {code}:\n{self.said(name)}"
+                assert code == 0, f"{name} ended with {code}:\n{self.log_text(name)}"
 
     def _may(self, service: Service) -> bool:
         for name, (condition, required) in service.depends_on.items():

@@ -44,21 +44,21 @@ class Episode:
 def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> list[Episode]:
     chance = np.random.default_rng(seed)
 
-    def said(most: int) -> list[int]:
+    def random_tokens(most: int) -> list[int]:
         return list(
             map(int, chance.integers(0, min(90, subject.vocabulary), chance.integers(most)))
         )
 
-    system, result = said(60), []
+    system, result = random_tokens(60), []
     for group in range(groups):
-        prompt = [5, *system[: chance.integers(len(system) + 1)], *said(90)]
+        prompt = [5, *system[: chance.integers(len(system) + 1)], *random_tokens(90)]
         for sample in range(size):
             cuts = [0.5 if chance.random() < 0.2 else 1.0 for _ in range(chance.integers(4))]
             result.append(
                 Episode(
                     name=f"{group}-{sample}",
                     ids=list(prompt),
-                    answers=deque((int(100 * cut), said(30)) for cut in cuts),
+                    answers=deque((int(100 * cut), random_tokens(30)) for cut in cuts),
                     seed=int(chance.integers(1 << 40)),
                 )
             )

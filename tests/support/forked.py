@@ -59,7 +59,7 @@ class Forked(subprocess.Popen[bytes]):
         self.returncode = None
         self._status = status
         self._forget = weakref.finalize(self, os.close, status)
-        self.pid = self._told()
+        self.pid = self._exit_status()
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -70,11 +70,11 @@ class Forked(subprocess.Popen[bytes]):
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = self._told()
+            self.returncode = self._exit_status()
             self._forget()
         return self.returncode
 
-    def _told(self) -> int:
+    def _exit_status(self) -> int:
         data = os.read(self._status, _NUMBER.size)
         assert len(data) == _NUMBER.size, "the process that forks commands is gone"
         number: int = _NUMBER.unpack(data)[0]

@@ -14,7 +14,7 @@ from typing import Any
 Answer = tuple[int, bytes]
 
 
-def said(text: str) -> Answer:
+def completion(text: str) -> Answer:
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     body = {"id": "1", "choices": [{"index": 0, "message": message}], "usage": usage}

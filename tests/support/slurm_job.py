@@ -52,7 +52,7 @@ class SlurmJob:
     @contextmanager
     def submitted(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         script = ROOT / "infra" / "slurm" / "dora-pipe.sbatch"
-        with (self.folder / "said").open("ab") as text:
+        with (self.folder / "job.out").open("ab") as text:
             job = subprocess.Popen(
                 ["bash", script, str(self.config), *words],
                 stdin=subprocess.DEVNULL,
@@ -66,8 +66,8 @@ class SlurmJob:
             job.send_signal(signal.SIGTERM)
             job.wait(60)
 
-    def said(self) -> str:
-        logs = [self.folder / "said", *sorted(self.scratch.glob("*.log"))]
+    def output(self) -> str:
+        logs = [self.folder / "job.out", *sorted(self.scratch.glob("*.log"))]
         return "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs if log.exists())
 
     def processes(self, words: str = "") -> list[int]:

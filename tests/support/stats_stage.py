@@ -14,7 +14,7 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus, Wait, WorkerStatus
 from dora_pipe.schemas.rounds import Assign, GroupSpec, Round
 from dora_pipe.schemas.topics import Topics
 from tests.support import orchestrator_records as records
-from tests.support.catalogue_stage import ToldRun
+from tests.support.catalogue_stage import HandwrittenRun
 
 COST = Cost(total_s=2.0, bus_s=0.5, control_s=0.25, codec_s=0.25, rss_bytes=1000)
 
@@ -25,7 +25,7 @@ def stats_of(bus: Bus, topics: Topics) -> RunStats:
     return stats
 
 
-class Stage(ToldRun):
+class Stage(HandwrittenRun):
     def __init__(self, *, stats: RunStats | None = None, **config: Any) -> None:
         self.stats = RunStats(records.RUN) if stats is None else stats
         super().__init__(**config)

@@ -64,7 +64,7 @@ def teacher_endpoint(
     network = read(directory, dtype=torch.float32)
     alone = threading.Lock()
 
-    def seen(ids: list[int]) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(ids: list[int]) -> list[dict[str, Any] | None]:
         with alone, torch.no_grad():
             logits = network(torch.tensor([ids])).logits[0]
         probabilities = torch.log_softmax(logits, dim=-1)
@@ -82,7 +82,7 @@ def teacher_endpoint(
         if number < fails:
             return 503, b"busy"
         choices = [
-            {"index": index, "text": "x", "prompt_logprobs": seen(ids)}
+            {"index": index, "text": "x", "prompt_logprobs": prompt_logprobs(ids)}
             for index, ids in enumerate(body["prompt"])
         ]
         return 200, json.dumps({"choices": choices}).encode()

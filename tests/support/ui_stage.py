@@ -16,7 +16,7 @@ from tests.support.catalogue_stage import CatalogueStage
 from tests.support.recorded_run import RecordedRun
 
 
-def view_of_told(stage: CatalogueStage) -> RunView:
+def view_of_stage(stage: CatalogueStage) -> RunView:
     return view_of(stage.catalogue, records.RUN)
 
 

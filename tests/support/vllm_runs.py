@@ -12,7 +12,7 @@ from dora_pipe.schemas.control import WorkerJoined
 from tests.support.agent_run import (
     check_answers_stand_behind_their_prompts,
     check_calls_end_where_they_asked,
-    check_what_was_told_is_logged_once,
+    check_sampled_tokens_are_logged_once,
     furnish_agent,
 )
 from tests.support.device import DEVICE, DTYPE
@@ -61,7 +61,7 @@ def check_agents_run(path: Path, *words: str, steps_made: int, numerics_max: flo
         assert start(path, *command).wait(WAIT_S) == 0, (path / "said").read_text()
     assert steps(path, "tiny") == list(range(steps_made))
     assert_clean(path, "tiny")
-    check_what_was_told_is_logged_once(path)
+    check_sampled_tokens_are_logged_once(path)
     check_answers_stand_behind_their_prompts(path)
     check_calls_end_where_they_asked(path)
     (path / "said").unlink()

@@ -7,7 +7,7 @@ from dora_pipe.observe.failed import BATCHES, GroupsSinceStep
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import End, Outcome, Round
-from tests.support.catalogue_stage import ToldRun
+from tests.support.catalogue_stage import HandwrittenRun
 
 PER_STEP = 2
 FEW = BATCHES * PER_STEP - 1
@@ -17,7 +17,7 @@ ADVICE = (
 )
 
 
-class Told(ToldRun):
+class UnfinishedRun(HandwrittenRun):
     def __init__(self) -> None:
         self.account, self.since = RunAccount(), GroupsSinceStep()
         super().__init__()
@@ -40,13 +40,13 @@ class Told(ToldRun):
 
 
 def test_few_groups_are_not_worth_a_word() -> None:
-    stage = Told()
+    stage = UnfinishedRun()
     stage.end("filtered", FEW)
     assert stage.since.words(PER_STEP) == stage.since.words(None) == ""
 
 
 def test_most_frequent_outcome_is_named_with_its_newest_reason() -> None:
-    stage = Told()
+    stage = UnfinishedRun()
     stage.end("filtered", FEW - 2, why="equal")
     stage.end("failed", 3, why="1 of 2 trajectories are not valid")
     assert stage.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)" + ADVICE
@@ -55,7 +55,7 @@ def test_most_frequent_outcome_is_named_with_its_newest_reason() -> None:
 
 
 def test_groups_that_a_stop_cancels_and_evaluations_do_not_count() -> None:
-    stage = Told()
+    stage = UnfinishedRun()
     stage.end("cancelled", 2 * FEW)
     stage.end("evaluated", 2 * FEW, purpose="eval")
     assert stage.since.count == 0

@@ -16,7 +16,7 @@ from dora_pipe.observe.web.timeline import merged, timeline
 from dora_pipe.observe.web.view import Query, parse_query
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
-from tests.support.ui_stage import view_of_told
+from tests.support.ui_stage import view_of_stage
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def _names(result: dict[str, Any]) -> list[str]:
 def test_groups_are_filtered_newest_first(
     stage: CatalogueStage, fields: str, expected: list[str]
 ) -> None:
-    groups = tables.groups(view_of_told(stage), parse_query(f"?{fields}"))
+    groups = tables.groups(view_of_stage(stage), parse_query(f"?{fields}"))
     assert _names(groups) == expected
     assert groups["total"] == len(expected)
 
@@ -80,14 +80,14 @@ def test_groups_are_filtered_newest_first(
     ],
 )
 def test_trajectories_are_filtered(stage: CatalogueStage, fields: str, count: int) -> None:
-    assert tables.trajectories(view_of_told(stage), parse_query(f"?{fields}"))["total"] == count
+    assert tables.trajectories(view_of_stage(stage), parse_query(f"?{fields}"))["total"] == count
 
 
 @pytest.mark.parametrize(("order", "pick"), [("tokens", min), ("-tokens", max)])
 def test_trajectories_are_sorted_and_what_has_no_value_comes_last(
     stage: CatalogueStage, order: str, pick: Callable[[list[int]], int]
 ) -> None:
-    trajectories = tables.trajectories(view_of_told(stage), parse_query(f"?sort={order}"))
+    trajectories = tables.trajectories(view_of_stage(stage), parse_query(f"?sort={order}"))
     values = [row[trajectories["columns"].index("tokens")] for row in trajectories["rows"]]
     there = [value for value in values if value is not None]
     assert values[0] == pick(there)
@@ -106,7 +106,7 @@ def test_trajectories_are_sorted_and_what_has_no_value_comes_last(
 def test_every_column_sorts_and_every_number_has_bounds(
     stage: CatalogueStage, listed: Callable[..., dict[str, Any]], listing: tables.Listing
 ) -> None:
-    view = view_of_told(stage)
+    view = view_of_stage(stage)
     for name in listing.names:
         assert listed(view, parse_query(f"?sort=-{name}"))["total"] > 0, name
     for name in listing.numbers:
@@ -115,7 +115,7 @@ def test_every_column_sorts_and_every_number_has_bounds(
 
 def test_unknown_column_is_refused_and_the_known_ones_named(stage: CatalogueStage) -> None:
     with pytest.raises(UsageError) as error:
-        tables.trajectories(view_of_told(stage), parse_query("?sort=colour"))
+        tables.trajectories(view_of_stage(stage), parse_query("?sort=colour"))
     assert "tokens" in (error.value.hint or "")
 
 
@@ -123,22 +123,22 @@ def test_pages_follow_each_other_and_are_bounded(stage: CatalogueStage) -> None:
     names: list[str] = []
     for offset in range(0, 10, 3):
         asked = parse_query(f"?limit=3&offset={offset}")
-        names += _names(tables.trajectories(view_of_told(stage), asked))
-    assert names == _names(tables.trajectories(view_of_told(stage), parse_query("?limit=99999")))
+        names += _names(tables.trajectories(view_of_stage(stage), asked))
+    assert names == _names(tables.trajectories(view_of_stage(stage), parse_query("?limit=99999")))
     assert (
-        len(_names(tables.trajectories(view_of_told(stage), parse_query("?limit=-5&offset=-9"))))
+        len(_names(tables.trajectories(view_of_stage(stage), parse_query("?limit=-5&offset=-9"))))
         == 1
     )
 
 
 def test_decisions_are_sought_in_subject_and_reason(stage: CatalogueStage) -> None:
-    decisions = tables.decisions(view_of_told(stage), parse_query("?kind=end&q=ADVANTAGE"))
+    decisions = tables.decisions(view_of_stage(stage), parse_query("?kind=end&q=ADVANTAGE"))
     assert [row[2] for row in decisions["rows"]] == ["g0000000002"]
     assert decisions["counts"]["schedule"] == 6
 
 
 def test_worker_has_a_stay_per_version_with_its_loading(stage: CatalogueStage) -> None:
-    (row,) = timeline(view_of_told(stage))["rows"]
+    (row,) = timeline(view_of_stage(stage))["rows"]
     (first, second) = row["pieces"]
     assert (first[3], second[3]) == (0, 1)
     assert second[1] - second[0] == pytest.approx(0.25)
@@ -146,19 +146,19 @@ def test_worker_has_a_stay_per_version_with_its_loading(stage: CatalogueStage) -
 
 
 def test_window_leaves_out_what_lies_outside(stage: CatalogueStage) -> None:
-    (row,) = timeline(view_of_told(stage), 0.0, 3.0)["rows"]
+    (row,) = timeline(view_of_stage(stage), 0.0, 3.0)["rows"]
     assert [entry[3] for entry in row["pieces"]] == [0]
     assert row["pieces"][0][2] == 3.0
 
 
 def test_worker_that_comes_back_goes_on_in_its_row(stage: CatalogueStage) -> None:
-    incarnation = view_of_told(stage).value("select incarnation from workers")
+    incarnation = view_of_stage(stage).value("select incarnation from workers")
     stage.fact(records.left("w0", incarnation))
     stage.now_ns += SECOND_NS
     again = stage.worker()
     stage.now_ns += SECOND_NS
     stage.fact(records.ready("w0", again, 1))
-    (row,) = timeline(view_of_told(stage))["rows"]
+    (row,) = timeline(view_of_stage(stage))["rows"]
     assert len(row["gone"]) == 1
 
 
@@ -193,7 +193,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_is_asked_for_never_becomes_sql(stage: CatalogueStage, text: str) -> None:
-    view, everything = view_of_told(stage), Query(path=(), fields={})
+    view, everything = view_of_stage(stage), Query(path=(), fields={})
     for name in ("q", "outcome", "purpose", "worker", "finish", "kind"):
         asked = Query(path=(), fields={name: text})
         for listed in (tables.groups, tables.trajectories, tables.decisions):
@@ -206,7 +206,7 @@ def test_what_is_asked_for_never_becomes_sql(stage: CatalogueStage, text: str) -
 @pytest.mark.parametrize("fields", ["?step=1" + "0" * 60, "?offset=1" + "0" * 60, "?tokens_min=-5"])
 def test_numbers_of_any_size_are_answered_or_refused(stage: CatalogueStage, fields: str) -> None:
     try:
-        trajectories = tables.trajectories(view_of_told(stage), parse_query(fields))
+        trajectories = tables.trajectories(view_of_stage(stage), parse_query(fields))
     except UsageError as error:
         assert error.message
     else:

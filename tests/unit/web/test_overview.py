@@ -19,7 +19,7 @@ from dora_pipe.schemas.control import Command, RequestReleased
 from dora_pipe.schemas.rounds import Fence, GroupSpec, Migrate, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SAMPLES, SECOND_NS, START_NS, CatalogueStage
-from tests.support.ui_stage import view_of_told
+from tests.support.ui_stage import view_of_stage
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def stage() -> Iterator[CatalogueStage]:
 
 
 def _overview(stage: CatalogueStage) -> dict[str, Any]:
-    return overview(view_of_told(stage))
+    return overview(view_of_stage(stage))
 
 
 def _done(stage: CatalogueStage, ordinal: int, incarnation: int, **log: Any) -> GroupSpec:
@@ -184,14 +184,14 @@ def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None
 def test_a_record_that_names_no_moment_moves_no_beginning(stage: CatalogueStage) -> None:
     stage.builder.fact(99, Command(at_ns=0, user="u", verb="set", args={}))
     stage.group(0)
-    assert view_of_told(stage).first_ns == START_NS
+    assert view_of_stage(stage).first_ns == START_NS
     assert _overview(stage)["run"]["seconds"] == 1.0
 
 
 def test_warnings_of_a_finished_run_name_invalid_rewards(stage: CatalogueStage) -> None:
     stage.train(0, _done(stage, 0, stage.worker(), rewards=(1.0, None)))
     stage.decide(StopRun(reason="all steps are committed"))
-    view = view_of_told(stage)
+    view = view_of_stage(stage)
     assert view.finished
     (warning,) = (warning for warning in finished_warnings(view) if "valid reward" in warning[1])
     assert warning[:2] == ["bad", "50% of the trained trajectories have no valid reward"]
@@ -205,11 +205,11 @@ def test_a_run_without_anything_has_an_overview() -> None:
 
 
 def _busy_s(stage: CatalogueStage) -> float:
-    actual_utilisation = utilisation(view_of_told(stage))
+    actual_utilisation = utilisation(view_of_stage(stage))
     width_s = 2 * actual_utilisation["at"][0]
     assert len(actual_utilisation["at"]) <= SLICES_MAX
     assert all(0 <= entry <= 1 for entry in actual_utilisation["mean"] if entry is not None)
-    last_s = (stage.now_ns - view_of_told(stage).first_ns) / 1e9
+    last_s = (stage.now_ns - view_of_stage(stage).first_ns) / 1e9
     lengths = [
         min(width_s, last_s - index * width_s) for index in range(len(actual_utilisation["at"]))
     ]

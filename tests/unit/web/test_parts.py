@@ -12,7 +12,7 @@ from dora_pipe.observe.web.pages import RunSource, step_page
 from dora_pipe.observe.web.timeline import timeline
 from dora_pipe.observe.web.view import Query
 from tests.support.catalogue_stage import CatalogueStage
-from tests.support.ui_stage import view_of_told
+from tests.support.ui_stage import view_of_stage
 
 NO_SOURCE = cast(RunSource, None)
 """A step's page uses tables only."""
@@ -42,19 +42,19 @@ def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
 
 
 def page(stage: CatalogueStage, step: int) -> dict[str, Any]:
-    return step_page(view_of_told(stage), NO_SOURCE, Query(path=("step", str(step)), fields={}))
+    return step_page(view_of_stage(stage), NO_SOURCE, Query(path=("step", str(step)), fields={}))
 
 
 def test_trainer_s_line_has_a_stripe_for_each_part_ahead_and_one_for_the_rest(
     stage: CatalogueStage,
 ) -> None:
     two_steps(stage, parts=True)
-    assert overview(view_of_told(stage))["timeline"]["trainer"] == [
+    assert overview(view_of_stage(stage))["timeline"]["trainer"] == [
         [4.0, 4.0, 5.5, 0, 0, 1, 40],
         [8.0, 2.5, 9.0, 2, 0, 2, 80],
         [11.0, 2.0, 12.0, None, 1, 1, 40],
     ]
-    (closer,) = timeline(view_of_told(stage), 5.0, 6.0)["trainer"]
+    (closer,) = timeline(view_of_stage(stage), 5.0, 6.0)["trainer"]
     assert closer == [5.0, 4.0, 5.5, 0, 0, 1, 40], "what reaches into the window, cut"
 
 
@@ -75,7 +75,7 @@ def test_step_s_page_lists_its_parts_and_which_its_groups_are_in(stage: Catalogu
 
 def test_pages_of_a_run_without_parts_say_nothing_of_them(stage: CatalogueStage) -> None:
     two_steps(stage, parts=False)
-    actual_overview = overview(view_of_told(stage))
+    actual_overview = overview(view_of_stage(stage))
     assert "trainer" not in actual_overview["timeline"]
     assert not any(actual_overview["points"]["ahead"])
     plain = page(stage, 0)

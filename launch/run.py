@@ -54,16 +54,19 @@ def supervise(
     watch: Watch | None = None,
     *,
     report: Callable[[str], None] = say,
+    verbose: bool = False,
 ) -> bool:
     """Start every role and report until all have ended; return False if the user stopped it.
 
-    Raises UsageError if the run is already running.
+    `verbose` shows step metrics. Raises UsageError if the run is already running.
     """
     with locked(plan.directory), outlasting(plan.directory.logs / "run.log"):
-        return _supervise(plan, watch, report)
+        return _supervise(plan, watch, report, verbose=verbose)
 
 
-def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -> bool:
+def _supervise(
+    plan: Plan, watch: Watch | None, report: Callable[[str], None], *, verbose: bool
+) -> bool:
     directory, config = plan.directory, plan.config
     name_process("run", config.run.name)
     need_parts(config)
@@ -76,7 +79,7 @@ def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
     ):
-        progress = progress_of(bus, config, directory.logs)
+        progress = progress_of(bus, config, directory.logs, verbose=verbose)
         console = RunConsole(progress, report)
         disk = disk_watch(directory, config, brokers, report)
 
@@ -104,11 +107,11 @@ def _supervise(plan: Plan, watch: Watch | None, report: Callable[[str], None]) -
         return finished
 
 
-def progress_of(bus: Bus, config: Config, logs: Path) -> RunProgress:
+def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past)
+    return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past, verbose=verbose)
 
 
 def disk_watch(

@@ -15,7 +15,7 @@ from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import no_gradient
-from dora_pipe.observe.run_stats import RunStats, evaluation_words
+from dora_pipe.observe.run_stats import RunStats, evaluation_words, learning_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -50,9 +50,12 @@ class RunProgress(RunStats):
         alarms: Alarms | None = None,
         logs: Path | None = None,
         past: int = 0,
+        verbose: bool = False,
     ) -> None:
-        """`logs`: folder of the roles' log files; `past`: end of control at the resume."""
+        """`logs`: folder of the roles' log files; `past`: end of control at the resume; `verbose`:
+        show step metrics."""
         super().__init__(topics.run)
+        self._verbose = verbose
         self._logs = logs
         self._past = past
         self._errors_shown: set[str] = set()
@@ -178,6 +181,10 @@ class RunProgress(RunStats):
         super()._step(ended)
         self._say_at = 0
         self._say(self.steps[-1].line)
+        if self._verbose:
+            metrics = learning_of(ended.fact.metrics, ended.fact.settings)
+            named = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            self._say(f"           {named}")
         count = self.without_gradient
         if not self.steps[-1].gradient and count & (count - 1) == 0:
             self._say(

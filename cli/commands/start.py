@@ -165,6 +165,9 @@ def run(
         bool, typer.Option("--with-optimizer", help="With --from: also load the optimizer state.")
     ] = False,
     adopt: AdoptOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all metrics of each step.")
+    ] = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and supervise them."""
@@ -189,7 +192,7 @@ def run(
         plan = plan_new(resolved, root, parent=from_, with_optimizer=with_optimizer, here=True)
     resuming = f"resume it with: {typed('run', plan.directory.path, '--resume', runs=root)}"
     try:
-        finished = supervise(replace(plan, adopt=adopt, resumed=resume))
+        finished = supervise(replace(plan, adopt=adopt, resumed=resume), verbose=verbose)
     except (RunFailed, ResourceError) as failed:
         if failed.exit_code in RESUMABLE_CODES:
             say(f"after fixing that, {resuming}")

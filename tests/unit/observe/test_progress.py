@@ -132,7 +132,7 @@ def test_first_error_of_a_tool_is_a_line_though_its_trajectory_is_valid() -> Non
 def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> None:
     bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
-    progress = RunProgress(bus, TOPICS)
+    progress = RunProgress(bus, TOPICS, verbose=True)
     stage = Stage(stats=progress)
     incarnation = stage.worker()
     for step, updates in enumerate((0.0, 1.0, 0.0, 0.0)):
@@ -145,6 +145,7 @@ def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> Non
         settings = {"trainer.learning_rate": 1e-5}
         stage.fact(msgspec.structs.replace(fact, metrics=metrics, settings=settings))
     received_lines = progress.lines()
+    assert received_lines.count("           entropy 1  truncated 0.25  learning_rate 1e-05") == 4
     lines = [line for line in received_lines if line.startswith("step")]
     equal = "the rewards of each group were equal (0.5), so the weights are unchanged"
     assert [line.endswith("  no gradient") for line in lines] == [1, 0, 0, 1, 0, 1]

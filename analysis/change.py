@@ -33,10 +33,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Difference between a replay and its run.
-
-    Example: ``Change(drop=frozenset({"g0000000042"}), rewards={"g0000000043-001": 0.5})``
-    """
+    """Difference between a replay and its run."""
 
     drop: frozenset[str] = frozenset()
     """Groups and trajectories."""

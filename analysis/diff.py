@@ -73,10 +73,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """First record of a kind that differs.
-
-    Example: ``Parting(kind="version", name="3", at_ns=17, values=("ab12", "cd34"))``
-    """
+    """First record of a kind that differs."""
 
     kind: Kind
     name: str

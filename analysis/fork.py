@@ -35,7 +35,7 @@ REASON: Final = "a continuation of a recorded trajectory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Beginning of a turn. Example: ``Cut(token=40, turn=4)``."""
+    """Beginning of a turn."""
 
     token: int
     """Tokens before it, with the prompt."""

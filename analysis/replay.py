@@ -49,11 +49,7 @@ SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """Distance from a committed tensor.
-
-    Example: ``TensorDistance(tensor="lm_head.weight", differing=12, elements=4096,
-    absolute_max=1.2e-7, relative_max=3e-6)``.
-    """
+    """Distance from a committed tensor."""
 
     tensor: str
     differing: int
@@ -65,10 +61,7 @@ class TensorDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureDifference:
-    """A differing metric, or a contribution such as ``g0000000042-003 advantage``.
-
-    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``
-    """
+    """A differing metric, or a contribution such as ``g0000000042-003 advantage``."""
 
     name: str
     committed: object

@@ -56,11 +56,7 @@ class Tasks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A trajectory with its new reward.
-
-    Example: ``Rescored(trajectory="g0000000042-003", recorded=1.0, reward=0.0, difference="its
-    reward is 0.0, recorded is 1.0")``
-    """
+    """A trajectory with its new reward."""
 
     trajectory: str
     recorded: float | None

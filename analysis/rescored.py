@@ -56,8 +56,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedGroup:
-    """A group with another outcome. Example: ``ChangedGroup(group="g0000000042", step=3,
-    old="trained", new="filtered")``"""
+    """A group with another outcome."""
 
     group: str
     step: int

@@ -32,10 +32,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A group that may have caused a fall.
-
-    Example: ``Suspect(name="g0000003871", step=96, deviations=12.0, reasons=("reward -1e+03",))``
-    """
+    """A group that may have caused a fall."""
 
     name: str
     step: int

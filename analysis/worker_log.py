@@ -44,7 +44,7 @@ Report = Callable[[str, float, float | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A trajectory to sample. Example: ``SampleRequest(spec=spec, sample=3)``."""
+    """A trajectory to sample."""
 
     spec: GroupSpec
     sample: int
@@ -96,10 +96,7 @@ def started_of(started: RunStarted, name: str) -> RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemporaryWorker:
-    """Sampler under one version, with one worker at a time.
-
-    Example: ``TemporaryWorker(started=started, parts=parts, version=7, ...).sample(wanted)``
-    """
+    """Sampler under one version, with one worker at a time."""
 
     started: RunStarted
     """From `started_of`."""

@@ -68,7 +68,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TextColumns:
-    """Inputs of the text columns. Example: ``TextColumns(Tokenizer(assets), {digest: rows})``."""
+    """Inputs of the text columns."""
 
     words: Words | None = None
     data: Mapping[str, Rows] = field(default_factory=dict)

@@ -46,11 +46,7 @@ NAMED_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A violation.
-
-    Example: ``Violation(check="C3", subject="g0000000042", message="trained beyond its deadline",
-    expected="step <= 5", found="step 7")``
-    """
+    """A violation."""
 
     check: Check
     subject: str

@@ -39,10 +39,7 @@ STOP_RUN: Final = b'"kind":"stop-run"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCandidate:
-    """An unneeded file.
-
-    Example: ``PruneCandidate(file=Listed(name="weights/ab.safetensors", bytes=9), why="orphan")``
-    """
+    """An unneeded file."""
 
     file: Listed
     why: Why

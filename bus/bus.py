@@ -37,7 +37,7 @@ TRIMMED_TOPICS: Final = ("metrics",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicSpec:
-    """Settings of a topic. Example: ``TopicSpec(name="demo.trajectories", partitions=4)``."""
+    """Settings of a topic."""
 
     name: str
     partitions: int = 1

@@ -36,8 +36,6 @@ class AppendFault:
     - full: raises BusFull.
     - unknown: appends the first `lands` records and raises OutcomeUnknown.
     - delayed: readers see the records `delay_ms` later.
-
-    Example: ``AppendFault(kind="unknown", lands=1)``
     """
 
     kind: Literal["failed", "full", "unknown", "delayed"]
@@ -55,10 +53,7 @@ class FaultPlan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedFaults:
-    """Fixed fault plan.
-
-    Example: ``ScriptedFaults(appends={3: AppendFault(kind="failed")}, polls={0, 1})``
-    """
+    """Fixed fault plan."""
 
     appends: Mapping[int, AppendFault] = field(default_factory=dict)
     polls: Collection[int] = ()
@@ -162,10 +157,7 @@ class MemoryLog:
 
 
 class MemoryBus(Bus):
-    """View of a `MemoryLog` for a single role; `now_ms` is its clock.
-
-    Example: ``MemoryBus(log, faults=ScriptedFaults(polls={0}), now_ms=lambda: 1_000)``
-    """
+    """View of a `MemoryLog` for a single role; `now_ms` is its clock."""
 
     def __init__(
         self,

@@ -86,10 +86,7 @@ class _Topics:
 
 
 class SqliteBus(Bus):
-    """The log in one file, which the first `create` creates.
-
-    Example: ``SqliteBus(Path("runs/first/log.sqlite"))``
-    """
+    """The log in one file, which the first `create` creates."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

@@ -32,8 +32,7 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Key of a section. Example: ``Key(section="rollout", name="group_size",
-    annotation="GroupSize", default="8", kind="frozen", doc="Trajectories.", basic=True)``."""
+    """Key of a section."""
 
     section: str
     name: str

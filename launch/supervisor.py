@@ -57,10 +57,7 @@ def _never(name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Worker roles; the run continues until the last one ends.
-
-    Example: ``Workers(names=("w0", "w1"), elsewhere=lambda: progress.elsewhere(names))``
-    """
+    """Worker roles; the run continues until the last one ends."""
 
     names: Collection[str] = ()
     elsewhere: Callable[[], int] = _none

@@ -48,7 +48,7 @@ QUERY: Final = """
 
 
 class Sample(NamedTuple):
-    """A trajectory with a valid reward. Example: ``Sample(1.0, "42", {"math": 1.0})``."""
+    """A trajectory with a valid reward."""
 
     reward: float
     answer: str = ""
@@ -74,7 +74,7 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over prompts. Example: ``Interval(value=0.5, low=0.41, high=0.6)``"""
+    """A mean over prompts."""
 
     value: float
     low: float

@@ -32,8 +32,7 @@ Stop = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A mark. Example: ``Mark(at_ns=0, step=21, kind="setting", subject="trainer.learning_rate",
-    before="0.0001", after="0.001", why="by me")``."""
+    """A mark."""
 
     at_ns: int
     step: int

@@ -129,10 +129,7 @@ def learning_of(metrics: Mapping[str, float], settings: Mapping[str, Any]) -> di
 
 @dataclass(slots=True)
 class Histogram:
-    """Histogram of observations; the last bound is infinity.
-
-    Example: ``Histogram((1.0, 2.0)).add(1.5)``
-    """
+    """Histogram of observations; the last bound is infinity."""
 
     bounds: Sequence[float]
     """Inclusive upper bounds, ascending."""

@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Group outcome before its `end`. Example: ``Verdict(outcome="filtered", why=...)``"""
+    """Group outcome before its `end`."""
 
     outcome: Outcome
     why: str

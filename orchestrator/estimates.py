@@ -53,7 +53,7 @@ class Estimates:
 
 
 class Outlook:
-    """Expected remaining lifetimes. Example: ``Outlook(estimates).left_ns(age_ns)``"""
+    """Expected remaining lifetimes."""
 
     def __init__(self, estimates: Estimates) -> None:
         self.stall_ns = estimates.stall_ns

@@ -17,10 +17,7 @@ One = TypeVar("One", Incarnation, str)
 
 
 class Leases(Generic[One]):
-    """Last-heard times in monotonic ns; gaps above `gap_ns` do not count.
-
-    Example: ``Leases(lease_ns=10 * 10**9, gap_ns=10**9)``
-    """
+    """Last-heard times in monotonic ns; gaps above `gap_ns` do not count."""
 
     def __init__(self, *, lease_ns: int, gap_ns: int) -> None:
         self._lease_ns = lease_ns

@@ -78,8 +78,6 @@ class Layout:
     """Columns of a record kind.
 
     `wide` are columns that may exceed `COLUMN_BYTES_MAX`, with their limits.
-
-    Example: ``Layout(pa.schema([pa.field("version", pa.int64(), nullable=False)]))``.
     """
 
     def __init__(self, schema: pa.Schema, *, wide: Mapping[str, int] = _NONE_WIDE) -> None:

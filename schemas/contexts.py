@@ -41,10 +41,7 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Agent's call to the model, which sampled tokens [start, end) of the record.
-
-    Example: ``Call(start=9, end=31, seed=77, asked_ns=..., answered_ns=..., api="chat")``.
-    """
+    """Agent's call to the model, which sampled tokens [start, end) of the record."""
 
     start: int
     end: int

@@ -52,11 +52,7 @@ _DECODER = msgspec.json.Decoder(_Letter)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """Unreadable record.
-
-    Example: ``DeadLetter(topic="demo.trajectories", partition=0, offset=17, path="$", at_ns=...,
-    reason="not a zstd frame", key=b"g0000000042", value=b"...", headers=(("run", b"demo"),))``.
-    """
+    """Unreadable record."""
 
     topic: str
     partition: int

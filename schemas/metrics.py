@@ -22,7 +22,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blocker(msgspec.Struct, frozen=True, array_like=True):
-    """Cause of a wait. Example: ``Blocker("group", "g0000000017")``"""
+    """Cause of a wait."""
 
     kind: str
     """One of `group`, `trajectory`, `worker`, `version`, `step`, `role`, `topic`, `user`."""
@@ -64,10 +64,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=k
 
 
 class UnansweredCall(msgspec.Struct, frozen=True, array_like=True):
-    """Unanswered call of an agent.
-
-    Example: ``UnansweredCall("g0000000017-003", 4, 1750000000000000000, "slots")``
-    """
+    """Unanswered call of an agent."""
 
     trajectory: str
     call: int
@@ -79,11 +76,7 @@ class UnansweredCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailingServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Server of a task, or its local processes, that failed and has not answered since.
-
-    Example: ``FailingServer(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
-    suspended=True, reason="the connection ended")``
-    """
+    """Server of a task, or its local processes, that failed and has not answered since."""
 
     task: str
     """Task name, or its kind if it is the only task."""

@@ -44,11 +44,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Missing or damaged file of a version, and its substitute.
-
-    Example: ``Fallback(digest="ab12...", reason="deltas/ab12....delta in s3://policies/demo is not
-    what its name says", taken="weights/ab12....safetensors", bytes=61_000)``
-    """
+    """Missing or damaged file of a version, and its substitute."""
 
     digest: str
     reason: str

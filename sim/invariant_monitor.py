@@ -70,10 +70,7 @@ _SPEAKERS: Final[dict[type, str]] = {OrchestratorStatus: ORCHESTRATOR, TrainerSt
 
 
 class InvariantMonitor:
-    """Checker of a log; raises InvariantBroken.
-
-    Example: ``World(..., observer=InvariantMonitor(topics, ...))``
-    """
+    """Checker of a log; raises InvariantBroken."""
 
     def __init__(self, topics: Topics, *, heartbeat_ns: int, lease_ns: int) -> None:
         self.ledger = LiveLedger(topics.run, self.wrong)

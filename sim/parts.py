@@ -242,7 +242,7 @@ class TimedTaskPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """Planned worker. Example: ``WorkerPlan(name="w0", slots=8, prefetch=2)``"""
+    """Planned worker."""
 
     name: str
     slots: int

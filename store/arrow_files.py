@@ -57,7 +57,7 @@ _COUNTER = itertools.count()
 
 
 class ArrowFiles:
-    """`Files` on pyarrow. Example: ``ArrowFiles(fs.LocalFileSystem(), "/mnt/policies")``"""
+    """`Files` on pyarrow."""
 
     def __init__(
         self, system: fs.FileSystem, base: str, *, where: str = "", clock: Clock | None = None

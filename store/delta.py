@@ -107,7 +107,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Size of a delta in elements. Example: ``Change(changed=10, elements=1000)``"""
+    """Size of a delta in elements."""
 
     changed: int
     elements: int

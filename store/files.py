@@ -23,7 +23,7 @@ BLOBS: Final = "blobs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Existing file. Example: ``Listed(name="weights/ab.safetensors", bytes=10)``"""
+    """Existing file."""
 
     name: str
     bytes: int

@@ -23,10 +23,7 @@ BLOB_ABOVE_BYTES: Final = 256 * 1024
 
 
 class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Log and its blob store, without secrets.
-
-    Example: ``LogLocation(run="demo", url="sqlite:runs/demo/log.sqlite").open()``
-    """
+    """Log and its blob store, without secrets."""
 
     run: str
     url: str

@@ -280,10 +280,7 @@ def refuse_non_finite_file(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """Tensor to write; `data` returns row-major little-endian bytes and is called once.
-
-    Example: ``TensorSource(name="bias", dtype="F32", shape=(2,), data=lambda: bytes(8))``
-    """
+    """Tensor to write; `data` returns row-major little-endian bytes and is called once."""
 
     name: str
     dtype: str

@@ -92,10 +92,7 @@ _Answer = TypeVar("_Answer")
 
 
 class KafkaBus(Bus):
-    """The log on the cluster at `servers`.
-
-    Example: ``KafkaBus(["127.0.0.1:9092"])``
-    """
+    """The log on the cluster at `servers`."""
 
     def __init__(
         self,

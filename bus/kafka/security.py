@@ -40,10 +40,7 @@ class Secret(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaSecurity:
-    """Identity and trust of a client.
-
-    Example: ``KafkaSecurity(protocol="SASL_SSL", username="worker", ca_file="ca.pem")``
-    """
+    """Identity and trust of a client."""
 
     protocol: str = "PLAINTEXT"
     mechanism: str = "SCRAM-SHA-512"

@@ -20,10 +20,7 @@ class _AppendLossy:
 
 
 class BackgroundWriter:
-    """Non-blocking wrapper of a plain writer; drops records while an append is running.
-
-    Example: ``Runtime(..., status=BackgroundWriter(bus.writer()))``
-    """
+    """Non-blocking wrapper of a plain writer; drops records while an append is running."""
 
     def __init__(self, inner: Writer) -> None:
         self._inner = inner

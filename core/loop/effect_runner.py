@@ -33,10 +33,7 @@ PLACES_MAX: Final = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:
-    """Handler of one effect type.
-
-    Example: ``Handler(do=put, failed=lambda effect, error: [KvPut(request=effect.request, ...)])``
-    """
+    """Handler of one effect type."""
 
     do: Callable[[Any], Iterable[Any]]
     """Yields events of an effect, None to wait."""

@@ -43,7 +43,7 @@ def whole_ns(timing: Timing) -> int:
 
 
 class Address(NamedTuple):
-    """Target of statuses. Example: ``Address("r.metrics", b"w0")``"""
+    """Target of statuses."""
 
     topic: str
     key: bytes

@@ -34,10 +34,7 @@ class EndpointRefused(ResourceError):
 
 
 class JsonEndpoint:
-    """Thread-safe client.
-
-    Example: ``JsonEndpoint("the judge", "http://host:8000/v1").post("/completions", {...})``
-    """
+    """Thread-safe client."""
 
     def __init__(
         self,

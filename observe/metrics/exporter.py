@@ -34,7 +34,7 @@ CONNECTIONS_MAX: Final = 32
 
 
 class Exporter(Collector):
-    """Metrics of one run. Example: ``Exporter("demo", rows).follow(bus, topics, clock)``."""
+    """Metrics of one run."""
 
     def __init__(self, run: str, rows: Contributions) -> None:
         self.families: list[Family] | None = None

@@ -47,10 +47,7 @@ class Sent:
 
 
 class TraceSender:
-    """Export the traces of one run; `ratio` is the sampled share of groups.
-
-    Example: ``TraceSender(bus, topics, sink, clock=SystemClock()).whole()``
-    """
+    """Export the traces of one run; `ratio` is the sampled share of groups."""
 
     def __init__(
         self,

@@ -32,11 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Span with wall clock ns and hex ids; `parent_id` is empty for a root.
-
-    Example: ``Span(stage="queued", trace_id="4b..", span_id="00..", parent_id="a2..", start_ns=1,
-    end_ns=2, attributes={"dora.version": 3})``.
-    """
+    """Span with wall clock ns and hex ids; `parent_id` is empty for a root."""
 
     stage: str
     trace_id: str

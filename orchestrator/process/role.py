@@ -43,7 +43,7 @@ STATUS_TAIL: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Role process. Example: ``Instance(name="m1-17", host="m1", pid=17, package="0.1.0")``"""
+    """Role process."""
 
     name: str
     host: str
@@ -53,10 +53,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trimmed:
-    """Retention of statuses.
-
-    Example: ``Trimmed(keep_ns=3600 * 10**9, open_bus=lambda: SqliteBus(path))``
-    """
+    """Retention of statuses."""
 
     keep_ns: int
     """0 keeps all."""

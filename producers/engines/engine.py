@@ -94,11 +94,7 @@ class Kv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request: `token_ids` are the prompt and the tokens sampled so far.
-
-    Example: ``EngineRequest(request="g0000000042-003", token_ids=[1, 5, 7], sampled=0, seed=99,
-    params=SamplingParams(max_tokens=8))``.
-    """
+    """A request: `token_ids` are the prompt and the tokens sampled so far."""
 
     request: str
     token_ids: Sequence[int]

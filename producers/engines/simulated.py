@@ -111,10 +111,7 @@ def _policy(version: int, digest: str) -> Version:
 
 
 class SimulatedEngine(EngineBase[_Row]):
-    """Simulated engine; only stop strings require `decode`, and `load` reads no file.
-
-    Example: ``SimulatedEngine(slots=8, context_tokens=256)``
-    """
+    """Simulated engine; only stop strings require `decode`, and `load` reads no file."""
 
     name = "simulated"
     version = "1"

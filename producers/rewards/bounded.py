@@ -44,7 +44,7 @@ _MODULE: Final = "dora_pipe.producers.rewards.bounded"
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Example: ``Question("search", {"pattern": "[0-9]+", "group": "", "text": "42"})``."""
+    """"""
 
     what: str
     about: dict[str, Any]

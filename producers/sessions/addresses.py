@@ -18,11 +18,7 @@ Checked = Literal["mine", "other", "wrong"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAddress:
-    """Address and key for an agent.
-
-    Example: ``SessionAddress(base_url="http://127.0.0.1:4711/s/g0000000042-003.1/v1",
-    api_key="dora-g0000000042-003.1-5f2c...")``.
-    """
+    """Address and key for an agent."""
 
     base_url: str
     api_key: str
@@ -30,10 +26,7 @@ class SessionAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Addresses of one incarnation.
-
-    Example: ``Addresses(host="127.0.0.1", port=4711, secret=os.urandom(32)).of(key)``.
-    """
+    """Addresses of one incarnation."""
 
     host: str
     port: int

@@ -58,10 +58,7 @@ Handle = Callable[[Session, bytes, Request], Awaitable[Response]]
 
 
 class Endpoint:
-    """HTTP handlers.
-
-    Example: ``Endpoint(sessions, model="policy", vocabulary=512).app()``.
-    """
+    """HTTP handlers."""
 
     def __init__(self, sessions: Sessions, *, model: str, vocabulary: int) -> None:
         self._sessions = sessions

@@ -68,11 +68,7 @@ SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSetup:
-    """Configuration of an endpoint.
-
-    Example: ``EndpointSetup(listen="127.0.0.1:0", assets=str(path), started_ns=run.at_ns,
-    model="demo", context_tokens=1024, sources=(...,))``.
-    """
+    """Configuration of an endpoint."""
 
     listen: str
     assets: str

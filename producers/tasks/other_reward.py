@@ -21,10 +21,7 @@ from dora_pipe.producers.tasks.task import (
 
 
 class OtherReward(Task):
-    """`task`, scored by `rewards`, which receive the columns of its rows by name.
-
-    Example: ``OtherReward(Arithmetic(), open_rewards(config.task))``.
-    """
+    """`task`, scored by `rewards`, which receive the columns of its rows by name."""
 
     def __init__(self, task: Task, rewards: Rewards) -> None:
         self._task, self._rewards = task, rewards

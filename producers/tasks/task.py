@@ -37,10 +37,7 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """Score with its parts. A plain number equals `Reward(value=number)`.
-
-    Example: ``Reward(value=0.9, raw=1.0, parts={"exact": 1.0, "length": -0.1})``.
-    """
+    """Score with its parts. A plain number equals `Reward(value=number)`."""
 
     value: float
     """At most 1e6 in absolute value."""
@@ -92,10 +89,7 @@ class DescribedTool:
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tool call written by the model.
-
-    Example: ``ToolCall(name="add", arguments={"a": 1, "b": 2}, id="call-0")``.
-    """
+    """Tool call written by the model."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -106,10 +100,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Model turn as parsed by the chat template.
-
-    Example: ``Turn(text="It is 3.", reasoning="1 and 2 make 3.")``.
-    """
+    """Model turn as parsed by the chat template."""
 
     text: str
     """Without special tokens, reasoning and calls."""
@@ -139,10 +130,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Answer of an environment. Messages require prompts of messages.
-
-    Example: ``Observation(text="result 42", done=False, tool="calculator")``.
-    """
+    """Answer of an environment. Messages require prompts of messages."""
 
     text: str = ""
     done: bool

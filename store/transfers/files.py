@@ -42,10 +42,7 @@ _COUNTER = itertools.count()
 
 
 class MappedFiles:
-    """Blobs in a directory, created by the first offer.
-
-    Example: ``MappedFiles(Path("runs/demo/handover"), clock=SystemClock())``
-    """
+    """Blobs in a directory, created by the first offer."""
 
     address = ""
 

@@ -375,10 +375,7 @@ def _word(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identity of this process to peers.
-
-    Example: ``Identity(token=token, run="demo", host="10.0.0.7", port=0)``
-    """
+    """Identity of this process to peers."""
 
     token: bytes
     run: str
@@ -396,10 +393,7 @@ class Identity:
 
 
 class FlightTransfers:
-    """Transfers over Flight; `stored` returns the path of a policy store file.
-
-    Example: ``FlightTransfers(MappedFiles(...), identity, stored=lambda name: root / name)``
-    """
+    """Transfers over Flight; `stored` returns the path of a policy store file."""
 
     def __init__(
         self,

@@ -29,10 +29,7 @@ PEERS_MAX: Final = 4
 
 
 class PeerFinder:
-    """Finder of peers; excludes its own address.
-
-    Example: ``PeerFinder(open_bus, topics, own="grpc://10.0.0.7:40123").having(name)``
-    """
+    """Finder of peers; excludes its own address."""
 
     def __init__(self, open_bus: Callable[[], Bus], topics: Topics, *, own: str) -> None:
         self._open_bus = open_bus
@@ -88,10 +85,7 @@ class PeerFiles(Protocol):
 
 
 class PeerWeights:
-    """Peers of a `PolicyStore`; `having` returns those that may have a name.
-
-    Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, finder.having))``
-    """
+    """Peers of a `PolicyStore`; `having` returns those that may have a name."""
 
     def __init__(self, source: PeerFiles, having: Callable[[str], list[str]]) -> None:
         self._source = source

@@ -39,7 +39,7 @@ from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetu
 from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.core.loop.background_writer import BackgroundWriter
+from dora_pipe.core.loop.effect_runner import BackgroundWriter
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset, wait_for_run
 from dora_pipe.core.loop.runtime import Meter, Runtime

@@ -10,13 +10,15 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from dora_pipe.core.errors import DoraError, ResourceError, reason
+from dora_pipe.bus.bus import Writer
+from dora_pipe.core.errors import BusError, DoraError, ResourceError, reason
+from dora_pipe.core.pure.records import Append
 
 LOG = logging.getLogger(__name__)
 
@@ -236,3 +238,42 @@ def _logged(what: str, error: Exception) -> Exception:
 def _places(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-PLACES_MAX:]
     return "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+
+
+CLOSE_LIMIT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _AppendLossy:
+    records: Sequence[Append]
+
+
+class BackgroundWriter:
+    """Non-blocking wrapper of a plain writer; drops records while an append is running."""
+
+    def __init__(self, inner: Writer) -> None:
+        self._inner = inner
+        handler = Handler(do=self._append, failed=lambda effect, error: [error])
+        self._runner = EffectRunner("status", {_AppendLossy: handler}, asked_max=1)
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Return at once without offsets. Raises the error of the last append."""
+        if self._runner.working:
+            return []
+        failed = self._runner.poll()
+        self._runner.start(_AppendLossy(records))
+        for error in failed:
+            raise error
+        return []
+
+    def close(self) -> None:
+        """Wait shortly for the running append, then close."""
+        self._runner.close(wait_s=CLOSE_LIMIT_S)
+        self._inner.close()
+
+    def _append(self, effect: _AppendLossy) -> Iterable[BusError]:
+        try:
+            self._inner.append(effect.records)
+        except BusError as error:  # the runtime logs it
+            return [error]
+        return ()

@@ -15,7 +15,7 @@ from typing import Final
 from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config.model import Timing
 from dora_pipe.core.errors import RunHalted, UsageError
-from dora_pipe.core.loop.background_writer import BackgroundWriter
+from dora_pipe.core.loop.effect_runner import BackgroundWriter
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
 from dora_pipe.core.loop.runtime import Meter, Port, Runtime
 from dora_pipe.core.pure.records import Append, TopicPartition

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from dora_pipe.core.errors import BusFull
-from dora_pipe.core.loop.background_writer import BackgroundWriter
+from dora_pipe.core.loop.effect_runner import BackgroundWriter
 from dora_pipe.core.pure.records import Append
 
 WAIT_S = 30.0

@@ -99,18 +99,33 @@ def _of_library(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [one.name for one in dataclasses.fields(value)]
         return {name: plain(getattr(value, name)) for name in names}
+    if kind.__name__ == "NAType":  # pandas
+        return None
     if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M") and hasattr(
         value, "astype"
     ):
         value = value.astype(str)  # `tolist` turns numpy's times into nanoseconds
-    if hasattr(value, "reset_index"):  # pandas: the forms of its `to_dict` differ in meaning
-        raise NoValue(f"{kind.__name__} has several forms in JSON; return its `to_dict`")
+    if hasattr(value, "reset_index"):
+        return _of_pandas(value)
     for name in _METHODS:
         if callable(getattr(value, name, None)) and not isinstance(value, type):
             return plain(getattr(value, name)())
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
     raise NoValue(f"{kind.__module__}.{kind.__qualname__} cannot be written as JSON")
+
+
+def _of_pandas(value: Any) -> Any:
+    """Return rows, a list or, for a series with an index, one row."""
+    numbered = list(value.index) == list(range(len(value)))
+    if not hasattr(value, "columns"):
+        if numbered:
+            return [plain(item) for item in value.tolist()]
+        pairs = list(zip(value.index, value.tolist(), strict=True))
+        return _table(pairs) if value.index.is_unique else plain(pairs)
+    table = value if numbered else value.reset_index()
+    names = list(table.columns)
+    return [_table(zip(names, row, strict=True)) for row in table.itertuples(index=False)]
 
 
 def _table(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:

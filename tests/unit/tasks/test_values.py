@@ -93,11 +93,19 @@ def test_an_observation_is_no_none() -> None:
         observation_text(None)
 
 
-def test_tables_of_pandas_are_rejected() -> None:
+def test_tables_of_pandas_keep_their_index() -> None:
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(NoValue, match="return its `to_dict`"):
-        as_text([pandas.DataFrame({"a": [1, 2]})])
+    table = pandas.DataFrame({"a": [1, 2], "b": ["x", None]})
+    double = pandas.DataFrame([[1, 2]], columns=["a", "a"])
+    assert as_text(table) == '[{"a":1,"b":"x"},{"a":2,"b":NaN}]'
+    assert as_text(table.set_index("b")[:1]) == '[{"b":"x","a":1}]'
+    assert as_text(table["a"]) == "[1,2]"
+    assert as_text(table["a"].set_axis(["x", "y"])) == '{"x":1,"y":2}'
+    assert as_text(table["a"].set_axis(["x", "x"])) == '[["x",1],["x",2]]'
     assert as_text(pandas.Timestamp("2026-01-02")) == "2026-01-02T00:00:00"
+    assert as_text([pandas.NA, pandas.NaT]) == '[null,"NaT"]'
+    with pytest.raises(NoValue, match="two keys of the same name"):
+        as_text(double)
 
 
 def test_models_of_pydantic_are_values() -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus
 from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.processes import RoleStart, start_role
+from dora_pipe.launch.prompt_check import PromptWatch
 from dora_pipe.launch.run_dir import RunDir, locked
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
@@ -78,6 +80,7 @@ def _supervise(
     with (
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
+        PromptWatch(config, plan.first, partial(_assets, plan)) as prompts,
     ):
         progress = progress_of(bus, config, directory.logs, verbose=verbose)
         console = RunConsole(progress, report)
@@ -87,6 +90,8 @@ def _supervise(
             disk.turn()
             progress.stopping = supervisor.stopping
             console.turn()
+            for line in prompts.lines():
+                report(line)
             if watch is not None:
                 watch(progress, supervisor)
 
@@ -105,6 +110,10 @@ def _supervise(
         turn()
         progress.close()
         return finished
+
+
+def _assets(plan: Plan) -> Path:
+    return plan.directory.policies(plan.config).assets(plan.first.assets_digest)
 
 
 def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:

@@ -114,7 +114,7 @@ class Repeater:
 
 @dataclass(slots=True, kw_only=True)
 class BisectedRun:
-    """A run with a probe and known values. Example: ``fall = bisected.search(80, 120)``."""
+    """A run with a probe and known values."""
 
     repeater: Repeater
     probe: Probe

@@ -89,10 +89,7 @@ def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
 
 @dataclass(slots=True)
 class Damage:
-    """Trajectories whose records differ from their references.
-
-    Example: ``if damage.is_sound(record, fact): use(record)``
-    """
+    """Trajectories whose records differ from their references."""
 
     count: int = 0
     lines: list[str] = field(default_factory=list)

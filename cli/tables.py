@@ -22,10 +22,7 @@ COLUMNS_MIN: Final = 2
 
 
 class Table:
-    """Text cells under columns; no head without columns.
-
-    Example: ``table = Table(("id", "why"), [["g0000000001", "it was too late"]])``
-    """
+    """Text cells under columns; no head without columns."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self._head = distinct(columns)

@@ -120,10 +120,7 @@ def broker_words(config: Config, bus: Bus, topics: Topics) -> str:
 
 
 class BrokerWatch:
-    """Run `broker_trouble` in a thread.
-
-    Example: ``with BrokerWatch(config, directory.open_bus) as watch: watch.stops()``
-    """
+    """Run `broker_trouble` in a thread."""
 
     def __init__(self, config: Config, open_bus: Callable[[Config], Bus]) -> None:
         self._config = config

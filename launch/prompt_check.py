@@ -226,7 +226,7 @@ CLOSE_S: Final = 5.0
 
 
 class PromptWatch:
-    """Example: ``with PromptWatch(config, first, lambda: assets) as prompts: prompts.lines()``."""
+    """Check of the prompts after the first ones, while the run goes."""
 
     def __init__(self, config: Config, first: RunStarted, model: Callable[[], Path]) -> None:
         """`model` returns the tokenizer's directory; it is called in the thread."""

@@ -83,10 +83,7 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
 
 
 class RowEncoder:
-    """Encode rows as rollout workers tokenize them.
-
-    Example: ``RowEncoder.open(config)({"prompt": "1+1=", "answer": "2"})``.
-    """
+    """Encode rows as rollout workers tokenize them."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Raises PolicyError for a tokenizer without an end-of-turn token."""

@@ -74,7 +74,7 @@ def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
 
 
 class MarkAccount:
-    """Detection of marks. Example: ``marks.fact(offset, fact, open_=20, next_=21)``."""
+    """Detection of marks."""
 
     def __init__(self) -> None:
         self.stops: list[Stop] = []

@@ -54,10 +54,7 @@ class FailedShare:
 
 
 class FailedTrajectories:
-    """Count ended training trajectories of the newest `groups` groups.
-
-    Example: ``for event in account.round(round_, offset): failed.happened(event)``
-    """
+    """Count ended training trajectories of the newest `groups` groups."""
 
     def __init__(self, groups: int = WINDOW_GROUPS) -> None:
         self._groups: deque[tuple[int, list[tuple[str, str]]]] = deque(maxlen=groups)
@@ -113,10 +110,7 @@ def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
 
 
 class GroupsSinceStep:
-    """Count groups without a step, except those that a stop cancels.
-
-    Example: ``for event in account.round(round_, offset): since.happened(event)``
-    """
+    """Count groups without a step, except those that a stop cancels."""
 
     def __init__(self) -> None:
         self._outcomes: Counter[str] = Counter()

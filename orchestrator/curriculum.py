@@ -67,7 +67,7 @@ def shortened(rows: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samplers:
-    """Samplers of the planner. Example: ``Samplers.load(config)``"""
+    """Samplers of the planner."""
 
     functions: Mapping[str, Weigh] = field(default_factory=dict)
     """Functions by `task.sampler`."""

@@ -28,7 +28,7 @@ HAD: Final = ("weights whole", "weights delta", "weights deltas")
 
 
 class Machines:
-    """Stores by role name. Example: ``machines.of("w0")``"""
+    """Stores by role name."""
 
     def __init__(self, store: PolicyStore, folder: Path, clock: Clock, *, apart: bool) -> None:
         """`apart`: versions may be deltas."""

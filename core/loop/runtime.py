@@ -98,10 +98,7 @@ class _Block(AbstractContextManager[None]):
 
 
 class Meter:
-    """CPU time of a role by name; `codec` may nest in others.
-
-    Example: ``with meter.spend("codec"): encode(...)``.
-    """
+    """CPU time of a role by name; `codec` may nest in others."""
 
     def __init__(self) -> None:
         self._start_s = time.process_time()

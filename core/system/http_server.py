@@ -120,10 +120,7 @@ def bounded_server(app: ASGIApp, *, connections_max: int, **options: Any) -> uvi
 
 
 class PageServer:
-    """Server that listens at once and serves within a `with` block. Raises ResourceError.
-
-    Example: ``with PageServer([Route("/", page)], port=0, connections_max=32) as server: ...``
-    """
+    """Server that listens at once and serves within a `with` block. Raises ResourceError."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class _Tables:
 
 
 class QueryWorker:
-    """Query worker of one run; close it. Example: ``worker.ask(parse_query("/overview"))``."""
+    """Query worker of one run; close it."""
 
     def __init__(self, opener: Opener) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ui-query")

@@ -36,10 +36,7 @@ class Batch:
 
 
 class Batches:
-    """Adapter from single calls to a function of lists.
-
-    Example: ``await Batches(model.scores, {}).ask({"texts": "42"})``
-    """
+    """Adapter from single calls to a function of lists."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function, self._options = function, options

@@ -33,10 +33,7 @@ THREADS_ELSEWHERE: Final = 256
 
 
 class Threads:
-    """Thread pool for blocking functions, used in the loop.
-
-    Example: ``found = await Threads(64).call(world.step, "north")``.
-    """
+    """Thread pool for blocking functions, used in the loop."""
 
     def __init__(self, most: int) -> None:
         self._room = asyncio.Semaphore(most)

@@ -50,10 +50,7 @@ def uniforms(streams: Words, positions: Integers) -> torch.Tensor:
 
 
 class Sampler:
-    """Sampling settings of every slot.
-
-    Example: ``sampler.set(3, params, seed=99); sampler.draw(logits, np.array([3]), ...)``
-    """
+    """Sampling settings of every slot."""
 
     def __init__(self, *, slots: int, unassigned: Sequence[int] = ()) -> None:
         self._unassigned = torch.tensor(unassigned, dtype=torch.int64)

@@ -45,10 +45,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 class OpenWeights:
-    """Tensors of safetensors files, mapped on demand. Files may be deleted, but not changed.
-
-    Example: ``for name, tensor in OpenWeights([path]).items(): place[name].copy_(tensor)``
-    """
+    """Tensors of safetensors files, mapped on demand. Files may be deleted, but not changed."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises PolicyError for an invalid file, duplicate tensor or unsupported type."""

@@ -44,10 +44,7 @@ EVENT_LAST: Final = b"[DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address and key of a server.
-
-    Example: ``Address.of("http://127.0.0.1:8000", "secret")``.
-    """
+    """Address and key of a server."""
 
     host: str
     port: int

@@ -67,6 +67,6 @@ def test_options_are_part_of_the_version_that_a_worker_reports(tmp_path: Path) -
         address=Address.of(server.url, server.key),
         settings=settings,
     )
-    assert engine.version == "0.0 enable_prefix_caching=false swap_space=2"
+    assert engine.version == "0.32.0 enable_prefix_caching=false swap_space=2"
     engine.close()
     server.close()

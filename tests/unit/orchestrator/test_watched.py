@@ -134,7 +134,7 @@ def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
                 specs[position],
                 incarnation,
                 rewards=(rewards[position], None),
-                offset=10 * (3 * version + position),
+                offset=1 + 10 * (3 * version + position),
             )
             stage.end(specs[position], "evaluated")
             watched = ended(watched, version, [rewards[position]], groups=3)

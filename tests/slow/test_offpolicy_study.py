@@ -46,4 +46,4 @@ def test_a_study_is_measured_and_taken_up_where_it_was_stopped(tmp_path: Path) -
 
     other = study(tmp_path, "--objectives", "grpo", "-o", "trainer.learning_rate=1e-3")
     assert other.returncode != 0
-    assert "another setting" in other.stderr
+    assert "other settings" in other.stderr

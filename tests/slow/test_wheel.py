@@ -17,7 +17,7 @@ from tests.support.tidy import FOLDERS, INSTALLED, NOT_INSTALLED, ROOT, files
 BIN = Path(sys.executable).parent
 BUILD_LIMIT_S = 300
 
-DATA = re.compile(r"launch/templates/[^/]+\.toml$|observe/web/static/")
+DATA = re.compile(r"config/basic\.toml$|launch/templates/[^/]+\.toml$|observe/web/static/")
 """What is installed beside modules."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.pure]

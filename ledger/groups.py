@@ -321,10 +321,9 @@ class GroupLedger:
             self._wrong(offset, f"{fact.trajectory} is released, which was never dispatched")
             return
         attempt = self._attempt(fact.trajectory, fact.attempt, fact.incarnation)
-        if attempt is None:
-            return
-        group = self.open[group_of(fact.trajectory)]
-        if not request.moving and not group.closed:
+        if attempt is None or self.open[group_of(fact.trajectory)].closed:
+            return  # a decision cancels what a closed group no longer needs
+        if not request.moving:
             self._wrong(offset, f"{fact.trajectory} is released without a decision to move it")
             return
         _end(attempt, "migrated", fact.at_ns)
@@ -335,14 +334,14 @@ class GroupLedger:
             self._wrong(offset, f"{fact.trajectory} failed, which was never dispatched")
             return
         attempt = self._attempt(fact.trajectory, fact.attempt, fact.incarnation)
-        if attempt is None:
+        group = self.open.get(group_of(fact.trajectory))
+        if attempt is None or group is None or group.closed:
             return
         attempt.retryable = fact.retryable
         _end(attempt, "failed", fact.at_ns, f"{fact.error}: {fact.message}")
-        group = self.open[group_of(fact.trajectory)]
         if fact.retryable:
             self._lost(group, request, fault=True)
-        elif not (group.closed or request.over):
+        elif not request.over:
             self._fail(group, request)
 
     def _end_samples(self, decision: EndSamples) -> None:

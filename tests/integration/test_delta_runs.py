@@ -94,19 +94,19 @@ def test_steps_are_replayed_bit_by_bit(over: Cluster) -> None:
 
 def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path: Path) -> None:
     store = store_alone(over, tmp_path / "p")
-    rebuilts: list[Rebuilt] = []
+    rebuilt_weights: list[Rebuilt] = []
     rebuilder = SourceRun(
         bus=over.bus,
         topics=over.topics,
         store=store,
         make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
-        on_rebuilt=rebuilts.append,
+        on_rebuilt=rebuilt_weights.append,
     )
     for version, digest in enumerate(digests_of(over)):
         assert rebuilder.weights(version).is_file()
         assert store.verify(digest).digest == digest
-    assert not rebuilts
+    assert not rebuilt_weights
 
 
 def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:

@@ -37,14 +37,14 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def rebuilder(cluster: Cluster, rebuilts: list[Rebuilt], flavour: str = "") -> SourceRun:
+def rebuilder(cluster: Cluster, rebuilt_weights: list[Rebuilt], flavour: str = "") -> SourceRun:
     return SourceRun(
         bus=cluster.bus,
         topics=cluster.topics,
         store=cluster.store,
         make=lambda started: SimulatedLearner(flavour=flavour),
         clock=VirtualClock(),
-        on_rebuilt=rebuilts.append,
+        on_rebuilt=rebuilt_weights.append,
     )
 
 

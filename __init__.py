@@ -26,8 +26,8 @@ def __getattr__(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("dora-pipe")
+        number = version("dora-pipe")
     except PackageNotFoundError:
-        found = "0+unknown"
-    globals()[name] = found
-    return found
+        number = "0+unknown"
+    globals()[name] = number
+    return number

@@ -53,10 +53,10 @@ class AuditProgress:
 class AuditState:
     """State of an audit."""
 
-    def __init__(self, run: str, *, whole: bool) -> None:
+    def __init__(self, run: str, *, full: bool) -> None:
         self.findings = Findings()
         self.ledger = Ledger(run, self.findings)
-        self.fold = FoldCheck(self.findings, plans=whole)
+        self.fold = FoldCheck(self.findings, plans=full)
         self.records = RecordCheck(self.ledger)
         self.policies = PolicyCheck(self.ledger)
         self.cursor = Cursor()
@@ -68,7 +68,7 @@ class AuditState:
 class Auditor:
     """Audit of one run. Example: ``auditor.advance(); auditor.finish().holds``.
 
-    `whole` also decodes values and remakes plans.
+    `full` also decodes values and remakes plans.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Auditor:
         topics: Topics,
         store: PolicyStore | Path | None,
         *,
-        whole: bool = True,
+        full: bool = True,
         on_piece: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus, self._topics = bus, topics
         self._store = None if store is None else as_store(store)
-        self._whole = whole
-        self.books = AuditState(topics.run, whole=whole)
+        self._full = full
+        self.books = AuditState(topics.run, full=full)
         self._spill = SpillFile()
         self._spill.attach(self.books.ledger, self.books.gathering)
         self._on_piece = on_piece
@@ -116,7 +116,7 @@ class Auditor:
         self._horizon = horizon = horizon_of(self._bus, self._topics)
         books.records.buried = buried = read_buried(self._bus, self._topics)
         ends = {tp.partition: end for tp, end in horizon.trajectories.items()}
-        books.gathering.begin(self._bus, self._topics.trajectories, ends, opened=self._whole)
+        books.gathering.begin(self._bus, self._topics.trajectories, ends, opened=self._full)
         self._compare(ends)
         self.close_rounds()
         reader = self._rounds = RoundReader(
@@ -146,14 +146,14 @@ class Auditor:
     def look(self, mark: str) -> LastLook | None:
         """Return the position in the log; None before the first round or after a violation."""
         books = self.books
-        at = books.cursor
-        if books.findings.total or at.offset < 0 or at.first[0] < 0:
+        cursor = books.cursor
+        if books.findings.total or cursor.offset < 0 or cursor.first[0] < 0:
             return None
         return LastLook(
             run=books.ledger.run,
             mark=mark,
-            control=at.first,
-            decisions=(at.offset, at.sha256),
+            control=cursor.first,
+            decisions=(cursor.offset, cursor.sha256),
             trajectories=dict(books.gathering.last),
         )
 
@@ -207,15 +207,18 @@ class Auditor:
 
     def _compare(self, ends: dict[int, int]) -> None:
         assert self._horizon is not None
-        books, found = self.books, []
+        books, cut = self.books, []
         read = [("decisions", self._horizon.decisions, books.cursor.decisions_next)]
         positions = books.gathering.positions
-        read += [(f"trajectories:{one}", end, positions.get(one, 0)) for one, end in ends.items()]
+        read += [
+            (f"trajectories:{partition}", end, positions.get(partition, 0))
+            for partition, end in ends.items()
+        ]
         for name, end, position in read:
             if end < position and name not in books.shorter:
                 books.shorter.append(name)
-                found.append((name, end, position))
-        for name, end, position in found:
+                cut.append((name, end, position))
+        for name, end, position in cut:
             message = "was cut: it is shorter than when audit has read it"
             expected = f"end >= {position}"
             books.findings.add("records", name, message, expected=expected, found=end)
@@ -224,8 +227,8 @@ class Auditor:
         books = self.books
         ledger, accounts = books.ledger, books.ledger.accounts
         ended = accounts.settle()
-        named = ((one.place, one) for group in ended for one in group.records)
-        self._judge({place: one for place, one in named if place in accounts.unread})
+        named = ((logged.place, logged) for group in ended for logged in group.records)
+        self._judge({key: logged for key, logged in named if key in accounts.unread})
         steps, ledger.unread_steps = ledger.unread_steps, []
         versions, ledger.unread_versions = ledger.unread_versions, []
         check_steps(ledger, books.records.seen, steps)
@@ -241,27 +244,27 @@ class Auditor:
             furthest[partition] = max(offset, furthest.get(partition, -1))
         for partition, offset in furthest.items():
             books.gathering.read_to(partition, offset)
-        gone: dict[int, list[RecordLogged]] = {}
-        for place, one in unread.items():
-            del unread_places[place]
-            evidence = books.gathering.pop(place)
+        missing: dict[int, list[RecordLogged]] = {}
+        for key, logged in unread.items():
+            del unread_places[key]
+            evidence = books.gathering.pop(key)
             if evidence is not None:
-                books.records.judge(evidence, one)
+                books.records.judge(evidence, logged)
             else:
-                gone.setdefault(one.fact.partition, []).append(one)
-        for partition, found in sorted(gone.items()):
-            self._missing(partition, found)
+                missing.setdefault(logged.fact.partition, []).append(logged)
+        for partition, records in sorted(missing.items()):
+            self._missing(partition, records)
 
-    def _missing(self, partition: int, gone: list[RecordLogged]) -> None:
+    def _missing(self, partition: int, missing: list[RecordLogged]) -> None:
         assert self._horizon is not None
         ends = {tp.partition: end for tp, end in self._horizon.trajectories.items()}
         end = ends.get(partition, 0)
-        behind = [one for one in gone if one.fact.offset >= end]
+        behind = [logged for logged in missing if logged.fact.offset >= end]
         if behind and partition in ends:
             self.books.records.cut(partition, end, behind)
-        for one in gone:
-            if one.fact.offset < end or partition not in ends:
-                self.books.records.missing(one)
+        for logged in missing:
+            if logged.fact.offset < end or partition not in ends:
+                self.books.records.missing(logged)
 
     def _check_topics(self) -> None:
         config, topics, bus = self.books.ledger.config, self._topics, self._bus
@@ -269,10 +272,10 @@ class Auditor:
         there = set(bus.topics())
         for name in topics.all():
             if name in there and name != topics.metrics:
-                wanted = config.bus.partitions if config is not None and name in many else 1
+                expected = config.bus.partitions if config is not None and name in many else 1
                 message = "has another number of partitions than the run reads"
                 found = bus.partitions(name)
-                self.books.findings.same("records", name, message, expected=wanted, found=found)
+                self.books.findings.same("records", name, message, expected=expected, found=found)
         for name in sorted(there.difference(topics.all())):
             if name.startswith(f"{topics.run}."):
                 self.books.findings.notes.append(f"topic {name} is unknown to this version")
@@ -281,9 +284,9 @@ class Auditor:
         """Check records without an event, except those appended during this audit."""
         assert self._horizon is not None
         before = {tp.partition: end for tp, end in self._horizon.trajectories_before.items()}
-        for one in self.books.gathering.rest():
-            if one.offset < before[one.partition]:
-                self.books.records.judge(one, None)
+        for evidence in self.books.gathering.rest():
+            if evidence.offset < before[evidence.partition]:
+                self.books.records.judge(evidence, None)
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:
@@ -299,10 +302,10 @@ def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditRe
         auditor.close()
 
 
-def raise_if_broken(found: AuditReport) -> None:
+def raise_if_broken(audited: AuditReport) -> None:
     """Raise InvariantBroken with the first violation, if any."""
-    if found.holds:
+    if audited.holds:
         return
-    first = found.violations[0]
-    more = f" (and {found.violations_total - 1} more)" if found.violations_total > 1 else ""
+    first = audited.violations[0]
+    more = f" (and {audited.violations_total - 1} more)" if audited.violations_total > 1 else ""
     raise InvariantBroken(f"{first.line}{more}")

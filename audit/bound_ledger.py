@@ -55,7 +55,7 @@ class BoundLedger:
     @property
     def deadlines(self) -> list[int]:
         held = self.held
-        return [self.step if one in held else spec.deadline for one, spec in self.u.items()]
+        return [self.step if name in held else spec.deadline for name, spec in self.u.items()]
 
     @property
     def held(self) -> dict[str, None]:
@@ -112,14 +112,14 @@ class BoundLedger:
         limit = max(per_step, math.ceil(batches * per_step - _ROUNDING))
         if busy >= limit:
             return f"{busy} groups are in flight and the limit is {limit}"
-        left = (in_force.steps - self.step) * per_step
-        if len(self.u) >= left:
-            return f"{len(self.u)} groups wait and the steps left take {left}"
+        trainable = (in_force.steps - self.step) * per_step
+        if len(self.u) >= trainable:
+            return f"{len(self.u)} groups wait and the steps left take {trainable}"
         return why_infeasible([*self.deadlines, deadline], self.step, per_step)
 
     def why_not_part(self, take: TakePart, in_force: EffectiveConfig) -> str:
         """Return why a part of the next step is not allowed, or ""."""
-        config, groups = in_force.config, [one.group for one in take.groups]
+        config, groups = in_force.config, [taken.group for taken in take.groups]
         per_step, parts = config.rollout.prompts_per_step, config.trainer.batch_parts
         if why := self._why_not_next(take.step, in_force):
             return why
@@ -132,7 +132,7 @@ class BoundLedger:
             return f"not the {size} earliest deadlines"
         if len(self.held) + size >= per_step:
             return f"with {len(self.held)} before it, nothing is left for the batch of {per_step}"
-        rest = [spec.deadline for one, spec in self.u.items() if one not in {*self.held, *groups}]
+        rest = [spec.deadline for name, spec in self.u.items() if name not in {*self.held, *groups}]
         due = [take.step] * (len(self.held) + size)
         return why_infeasible([*rest, *due], take.step, per_step)
 
@@ -167,7 +167,7 @@ class BoundLedger:
         if set(groups) != {*held, *due} or len(groups) != per_step:
             strange = sorted(set(groups) ^ {*held, *due})[:4]
             return f"not the {per_step} earliest deadlines: {', '.join(strange)}"
-        rest = (spec.deadline for one, spec in self.u.items() if one not in groups)
+        rest = (spec.deadline for name, spec in self.u.items() if name not in groups)
         return why_infeasible(rest, step + 1, per_step)
 
     def _why_not_step(self, step: int, in_force: EffectiveConfig) -> str:
@@ -190,10 +190,10 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
     Example: ``why_infeasible([4, 4, 5, 5, 5], 4, 2)`` names the fifth group: its turn is step 6.
     """
-    for place, deadline in enumerate(sorted(deadlines)):
-        turn = step + place // per_step
+    for index, deadline in enumerate(sorted(deadlines)):
+        turn = step + index // per_step
         if deadline < turn:
-            return f"the group {place + 1}. in line, due at step {deadline}, has its turn at {turn}"
+            return f"the group {index + 1}. in line, due at step {deadline}, has its turn at {turn}"
     return ""
 
 

@@ -132,14 +132,14 @@ class FoldCheck:
     def _draws(self, state: State, round_: Round) -> Samplers | None:
         """Return the user's samplers if their code is unchanged; else note it and use recorded
         rows."""
-        if state.config is None or not any(one.sampler for one in state.config.tasks):
+        if state.config is None or not any(task.sampler for task in state.config.tasks):
             return None
         if self._samplers is None:
             self._samplers = _loaded(state.config)
         if self._samplers.sources == state.samplers:
             return self._samplers
-        specs = [one.spec for one in round_.decisions if isinstance(one, Dispatch)]
-        rows = {one.ordinal: one.index for one in specs if one.purpose == "train"}
+        specs = [decision.spec for decision in round_.decisions if isinstance(decision, Dispatch)]
+        rows = {spec.ordinal: spec.index for spec in specs if spec.purpose == "train"}
         if rows:
             self._note_sources(state, self._samplers)
         return Samplers(recorded=rows)
@@ -170,28 +170,32 @@ def _loaded(config: Config) -> Samplers:
 
 def _copied(state: State) -> State:
     groups = state.groups.values()
-    results = (one for group in groups for one in group.results if one is not None)
+    results = (result for group in groups for result in group.results if result is not None)
     unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
-    return copy.deepcopy(state, {id(one): one for one in unchanging})
+    return copy.deepcopy(state, {id(value): value for value in unchanging})
 
 
 def _first_difference(
     expected: Sequence[AnyDecision], found: Sequence[AnyDecision]
 ) -> tuple[str, str]:
     """Return the differing fields of the first decision in which two plans differ."""
-    for one, other in zip(expected, found, strict=False):
-        if one != other:
-            return _differing(one, other)
+    for decision, other in zip(expected, found, strict=False):
+        if decision != other:
+            return _differing(decision, other)
     if len(expected) > len(found):
         return _words(expected[len(found)]), NOTHING
     return NOTHING, _words(found[len(expected)])
 
 
-def _differing(one: AnyDecision, other: AnyDecision) -> tuple[str, str]:
-    if type(one) is not type(other):
-        return _words(one), _words(other)
-    names = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
-    return _words(one, names), _words(other, names)
+def _differing(decision: AnyDecision, other: AnyDecision) -> tuple[str, str]:
+    if type(decision) is not type(other):
+        return _words(decision), _words(other)
+    names = [
+        name
+        for name in decision.__struct_fields__
+        if getattr(decision, name) != getattr(other, name)
+    ]
+    return _words(decision, names), _words(other, names)
 
 
 def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
@@ -199,7 +203,7 @@ def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
     kind = str(type(decision).__struct_config__.tag)
     plain = msgspec.to_builtins(decision)
     shown = names or [
-        one for one in ("trajectory", "group", "worker", "to", "step") if one in plain
+        name for name in ("trajectory", "group", "worker", "to", "step") if name in plain
     ]
     whom = ", ".join(f"{name} {_short(plain[name])}" for name in shown if name in plain)
     return f"{kind} ({whom})" if whom else kind

@@ -81,7 +81,7 @@ class PolicyCheck:
 
     def _excuse(self) -> None:
         dropped = self._ledger.dropped
-        for who, version in [one for one in self.absent if one[1] in dropped]:
+        for who, version in [key for key in self.absent if key[1] in dropped]:
             del self.absent[who, version]
 
     def _weights(self, version: int, manifest: Manifest) -> None:
@@ -89,26 +89,26 @@ class PolicyCheck:
         self._findings.looked["policies"] += 1
         try:
             path = self._store.whole(manifest.digest)
-            found = read_manifest(path)
+            stored = read_manifest(path)
         except PolicyError as error:
             if self._store.has_whole(manifest.digest):
                 self._findings.add("policies", who, error.message)
             else:
                 self.absent[who, version] = error.message
             return
-        if found.digest != manifest.digest:
+        if stored.digest != manifest.digest:
             self._findings.add(
-                "policies", who, f"{path} holds other weights ({found.digest[:12]}...)"
+                "policies", who, f"{path} holds other weights ({stored.digest[:12]}...)"
             )
             return
-        self._same_tensors(who, manifest, found)
+        self._same_tensors(who, manifest, stored)
 
-    def _same_tensors(self, who: str, manifest: Manifest, found: Manifest) -> None:
+    def _same_tensors(self, who: str, manifest: Manifest, stored: Manifest) -> None:
         message = "the tensors of its file are not those of its manifest"
-        expected, there = set(manifest.tensors), set(found.tensors)
+        expected, there = set(manifest.tensors), set(stored.tensors)
         self._findings.same("policies", who, message, expected=expected, found=there)
         message = "its file has another size than its manifest"
-        self._findings.same("policies", who, message, expected=manifest.bytes, found=found.bytes)
+        self._findings.same("policies", who, message, expected=manifest.bytes, found=stored.bytes)
 
     def _assets(self, digest: str) -> None:
         try:
@@ -160,25 +160,33 @@ class PolicyCheck:
         except (pa.ArrowException, OSError, ValueError) as error:
             self._findings.add("policies", who, f"cannot be read: {error}")
             return
-        wanted = self.rows_of(entry)
+        expected = self.rows_of(entry)
         found = [row["trajectory"] for row in rows]
         message = "its rows are not the trajectories of the batch"
-        if self._findings.same("policies", who, message, expected=wanted, found=found):
+        if self._findings.same("policies", who, message, expected=expected, found=found):
             self._rows(entry, {row["trajectory"]: row for row in rows})
 
     def rows_of(self, entry: StepEntry) -> list[str]:
         """Return the trajectories in row order of the contributions file: dispatch order, which
         differs from deadline order after `set`."""
-        return sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
+        return sorted(
+            trajectory.trajectory
+            for group in entry.fact.groups
+            for trajectory in group.trajectories
+        )
 
     def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
-        known = self._ledger.accounts.groups
-        groups = [known[taken.group] for taken in entry.fact.groups if taken.group in known]
+        ledger_groups = self._ledger.accounts.groups
+        groups = [
+            ledger_groups[taken.group]
+            for taken in entry.fact.groups
+            if taken.group in ledger_groups
+        ]
         rewards = [
             (group.spec.version, [fact.reward for fact in group.results]) for group in groups
         ]
         rule, by_std = advantage_rule(entry.fact.settings)
-        whole = len(groups) == len(entry.fact.groups) or rule != "version-baseline"
+        comparable = len(groups) == len(entry.fact.groups) or rule != "version-baseline"
         advantages = batch_advantages(rewards, rule, by_std)
         for group, of_group in zip(groups, advantages, strict=True):
             for fact, advantage in zip(group.results, of_group, strict=True):
@@ -193,7 +201,7 @@ class PolicyCheck:
                 }
                 for name, value in expected.items():
                     self._row(entry.step, fact.trajectory, name, value, row[name])
-                if whole and not close_to(advantage, row["advantage"]):
+                if comparable and not close_to(advantage, row["advantage"]):
                     self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
 
     def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:
@@ -243,7 +251,7 @@ class DeltaCheck:
         if fact.full and self._unproven == fact.step:
             return  # already reported; this version is a full checkpoint
         try:
-            made = self._made(fact.digest_before, fact.digest_after)
+            manifest = self._made(fact.digest_before, fact.digest_after)
         except PolicyError as error:
             # Next to a full checkpoint a delta is useless without its previous version.
             self._absent[who, fact.step if fact.full else version] = error.message
@@ -251,12 +259,12 @@ class DeltaCheck:
             return
         message = "the weights it builds are not those of its commit"
         expected = (fact.policy.bytes, set(fact.policy.tensors))
-        found = (made.bytes, set(made.tensors))
+        found = (manifest.bytes, set(manifest.tensors))
         self._findings.same("policies", who, message, expected=expected, found=found)
-        share = fact.delta.bytes / max(1, made.bytes)
+        share = fact.delta.bytes / max(1, manifest.bytes)
         message = f"the figure {DELTA_SHARE} of its commit is not that of its bytes"
-        told = fact.metrics.get(DELTA_SHARE)
-        self._findings.same("policies", who, message, expected=share, found=told)
+        recorded = fact.metrics.get(DELTA_SHARE)
+        self._findings.same("policies", who, message, expected=share, found=recorded)
 
     def _is_named(self, who: str, fact: StepCommitted) -> bool:
         assert fact.delta is not None

@@ -78,26 +78,30 @@ class RecordCheck:
         self.buried: Collection[Buried] = ()
         self.seen = Seen()
 
-    def judge(self, one: Evidence, logged: RecordLogged | None) -> None:
+    def judge(self, evidence: Evidence, logged: RecordLogged | None) -> None:
         """Check one record."""
         self._findings.looked["records"] += 1
         self.seen.records += 1
-        self.seen.bytes += one.bytes
-        if one.headers is None:
-            self._unreadable(one, logged, f"headers cannot be read: {one.header_error}")
+        self.seen.bytes += evidence.bytes
+        if evidence.headers is None:
+            self._unreadable(evidence, logged, f"headers cannot be read: {evidence.header_error}")
             return
-        if one.headers.run != self._ledger.run:
-            message = f"is of another run, in the log at {one.where}"
-            self._wrong(one.headers.trajectory, message, self._ledger.run, one.headers.run)
+        if evidence.headers.run != self._ledger.run:
+            message = f"is of another run, in the log at {evidence.where}"
+            self._wrong(
+                evidence.headers.trajectory, message, self._ledger.run, evidence.headers.run
+            )
             return
-        if one.other_key:
-            message = f"has another key than its group, at {one.where}"
-            self._wrong(one.headers.trajectory, message, one.headers.group, one.other_key)
+        if evidence.other_key:
+            message = f"has another key than its group, at {evidence.where}"
+            self._wrong(
+                evidence.headers.trajectory, message, evidence.headers.group, evidence.other_key
+            )
         if logged is None:
-            self._not_logged(one, one.headers)
+            self._not_logged(evidence, evidence.headers)
             return
         self.seen.standings[logged.status] += 1
-        self._logged(one, one.headers, logged)
+        self._logged(evidence, evidence.headers, logged)
 
     def missing(self, logged: RecordLogged) -> None:
         """Report a named record that is missing."""
@@ -106,20 +110,20 @@ class RecordCheck:
         message = f"was logged, but {where} has no record"
         self._wrong(logged.fact.trajectory, message)
 
-    def cut(self, partition: int, end: int, gone: Iterable[RecordLogged]) -> None:
+    def cut(self, partition: int, end: int, missing: Iterable[RecordLogged]) -> None:
         """Report logged records after the end of their partition."""
-        offsets = [logged.fact.offset for logged in gone]
+        offsets = [logged.fact.offset for logged in missing]
         message = f"was cut before {len(offsets)} logged records"
         expected = f"end > {max(offsets)}"
         self._wrong(f"trajectories:{partition}", message, expected, end)
 
-    def _unreadable(self, one: Evidence, logged: RecordLogged | None, message: str) -> None:
-        who = one.where if logged is None else f"{logged.fact.trajectory} at {one.where}"
+    def _unreadable(self, evidence: Evidence, logged: RecordLogged | None, message: str) -> None:
+        who = evidence.where if logged is None else f"{logged.fact.trajectory} at {evidence.where}"
         group = None
         if logged is not None:
             group = self._ledger.accounts.groups[group_of(logged.fact.trajectory)]
         trained = group is not None and group.outcome == "trained"
-        if (one.topic, one.partition, one.offset) in self.buried and not trained:
+        if (evidence.topic, evidence.partition, evidence.offset) in self.buried and not trained:
             self._findings.notes.append(f"{who} {message}; it is among the dead letters")
         else:
             self._wrong(who, message)
@@ -127,12 +131,12 @@ class RecordCheck:
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("records", subject, message, expected=expected, found=found)
 
-    def _not_logged(self, one: Evidence, headers: Headers) -> None:
+    def _not_logged(self, evidence: Evidence, headers: Headers) -> None:
         entry = self._ledger.accounts.request(headers.trajectory)
         worker = self._ledger.accounts.workers.get(headers.incarnation)
         if entry is None:
             self._wrong(
-                headers.trajectory, f"has a record at {one.where}, but was never dispatched"
+                headers.trajectory, f"has a record at {evidence.where}, but was never dispatched"
             )
             return
         departure = "" if worker is None else worker.departure
@@ -142,43 +146,43 @@ class RecordCheck:
             superseded = entry.bound is not None or departure == "left"
             standing = "superseded" if superseded else "pending"
         self.seen.standings[standing] += 1
-        if one.lost:
-            self._unreadable(one, None, f"cannot be read: {one.lost}")
-        elif one.sha256 != headers.sha256:
-            self._wrong(headers.trajectory, f"its bytes at {one.where} were changed")
+        if evidence.lost:
+            self._unreadable(evidence, None, f"cannot be read: {evidence.lost}")
+        elif evidence.sha256 != headers.sha256:
+            self._wrong(headers.trajectory, f"its bytes at {evidence.where} were changed")
 
-    def _logged(self, one: Evidence, headers: Headers, logged: RecordLogged) -> None:
+    def _logged(self, evidence: Evidence, headers: Headers, logged: RecordLogged) -> None:
         fact, before = logged.fact, self._findings.total
         who = fact.trajectory
-        if one.lost:
-            self._unreadable(one, logged, f"cannot be read: {one.lost}")
+        if evidence.lost:
+            self._unreadable(evidence, logged, f"cannot be read: {evidence.lost}")
             return
-        self._bytes(one, headers, fact)
+        self._bytes(evidence, headers, fact)
         self._headers(headers, fact)
         group = self._ledger.accounts.groups[group_of(who)]
-        self._spec(headers, group, one)
-        if one.value_error:
-            self._unreadable(one, logged, f"cannot be read: {one.value_error}")
+        self._spec(headers, group, evidence)
+        if evidence.value_error:
+            self._unreadable(evidence, logged, f"cannot be read: {evidence.value_error}")
             return
         pure = True
-        if one.content is not None:
-            for name in one.disagree:
+        if evidence.content is not None:
+            for name in evidence.disagree:
                 message = f"its header and its value disagree about {name}"
                 self._findings.add(_check_of(name), who, message)
-            versions = {run.version for run in one.content.sampled}
-            self._value(one.content, versions, logged, group)
-            pure = versions <= {one.content.version}
+            versions = {run.version for run in evidence.content.sampled}
+            self._value(evidence.content, versions, logged, group)
+            pure = versions <= {evidence.content.version}
         self.seen.one_version += pure and self._findings.total == before
 
-    def _bytes(self, one: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
-        if one.sha256 != fact.sha256:
-            self.seen.other_bytes[one.place] = one.sha256
-            message = f"its bytes at {one.where} are not those that were logged (sha256)"
-            self._wrong(fact.trajectory, message, fact.sha256, one.sha256)
-        if one.sha256 != headers.sha256:
-            message = f"its bytes at {one.where} are not those its headers name (sha256)"
-            self._wrong(fact.trajectory, message, headers.sha256, one.sha256)
-        self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
+    def _bytes(self, evidence: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
+        if evidence.sha256 != fact.sha256:
+            self.seen.other_bytes[evidence.place] = evidence.sha256
+            message = f"its bytes at {evidence.where} are not those that were logged (sha256)"
+            self._wrong(fact.trajectory, message, fact.sha256, evidence.sha256)
+        if evidence.sha256 != headers.sha256:
+            message = f"its bytes at {evidence.where} are not those its headers name (sha256)"
+            self._wrong(fact.trajectory, message, headers.sha256, evidence.sha256)
+        self._same("records", fact.trajectory, "bytes", fact.bytes, evidence.bytes)
 
     def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
         """Compare with `trajectory logged`; by field only on a mismatch."""
@@ -206,13 +210,13 @@ class RecordCheck:
             self._findings.looked["records"] += len(expected) - 2
             self._findings.looked["C1"] += 2
             return
-        for name, one, other in zip(_HEADERS, expected, found, strict=True):
-            self._same(_check_of(name), fact.trajectory, name, one, other)
+        for name, value, other in zip(_HEADERS, expected, found, strict=True):
+            self._same(_check_of(name), fact.trajectory, name, value, other)
 
-    def _spec(self, headers: Headers, group: GroupHistory, one: Evidence) -> None:
+    def _spec(self, headers: Headers, group: GroupHistory, evidence: Evidence) -> None:
         spec, who = group.spec, headers.trajectory
         stamped = (spec.group, spec.partition, spec.deadline, spec.version)
-        found = (headers.group, one.partition, headers.deadline, headers.version)
+        found = (headers.group, evidence.partition, headers.deadline, headers.version)
         self._dispatched(who, _OF_HEADERS, stamped, found)
         published = self._ledger.versions.get(headers.version)
         if published is None:
@@ -228,7 +232,7 @@ class RecordCheck:
         self, content: Content, versions: set[int], logged: RecordLogged, group: GroupHistory
     ) -> None:
         spec, who = group.spec, logged.fact.trajectory
-        wanted = (
+        expected = (
             spec.size,
             spec.source,
             spec.task,
@@ -246,7 +250,7 @@ class RecordCheck:
             content.data_epoch,
             content.seed,
         )
-        self._dispatched(who, _OF_VALUE, wanted, found)
+        self._dispatched(who, _OF_VALUE, expected, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
         self._same("records", who, "answer", logged.fact.answer, content.answer)
         self._same("records", who, "error", logged.fact.error, content.error)
@@ -264,20 +268,20 @@ class RecordCheck:
         config = self._ledger.config
         asked = config is not None and config.sampling.return_routed_experts
         training = group.spec.purpose == "train"
-        wanted, found = asked and training and bool(content.sampled), content.mixture
-        if not wanted and found is None:
+        required, mixture = asked and training and bool(content.sampled), content.mixture
+        if not required and mixture is None:
             return
         self._findings.looked["records"] += 1
-        if wanted != (found is not None):
+        if required != (mixture is not None):
             message = (
                 "has no routed experts"
-                if wanted
+                if required
                 else "has routed experts that the run does not record"
             )
-            self._wrong(who, message, expected=wanted, found=not wanted)
-        self.seen.mixture = self.seen.mixture or found
-        if found is not None and found != self.seen.mixture:
-            self._wrong(who, "is of a mixture of other sizes", self.seen.mixture, found)
+            self._wrong(who, message, expected=required, found=not required)
+        self.seen.mixture = self.seen.mixture or mixture
+        if mixture is not None and mixture != self.seen.mixture:
+            self._wrong(who, "is of a mixture of other sizes", self.seen.mixture, mixture)
 
     def _versions(
         self, content: Content, versions: set[int], logged: RecordLogged, group: GroupHistory
@@ -292,9 +296,11 @@ class RecordCheck:
             return
         strange = versions - {content.version}
         if strange:
-            others = ", ".join(str(version) for version in sorted(strange))
+            other_versions = ", ".join(str(version) for version in sorted(strange))
             message = "its tokens come from more than one version"
-            self._findings.add("C1", who, message, expected=content.version, found=f"also {others}")
+            self._findings.add(
+                "C1", who, message, expected=content.version, found=f"also {other_versions}"
+            )
 
     def _same(self, check: Check, who: str, name: str, expected: object, found: object) -> None:
         self._findings.looked[check] += 1
@@ -311,10 +317,10 @@ class RecordCheck:
             self._findings.looked[check] += count
         if expected == found:
             return
-        for (name, check), one, other in zip(asked.checks.items(), expected, found, strict=True):
-            if one != other:
+        for (name, check), value, other in zip(asked.checks.items(), expected, found, strict=True):
+            if value != other:
                 message = f"{name} in the record is not what was dispatched"
-                self._findings.add(check, who, message, expected=one, found=other)
+                self._findings.add(check, who, message, expected=value, found=other)
 
 
 def _check_of(header: str) -> Check:
@@ -332,12 +338,12 @@ def wrong_mixture(
     newest = ledger.version if group.step is None else group.step
     if why := mixing_error(content, newest):
         yield f"its versions are not in order: {why}", "", ""
-    for one in content.weights:
-        published = ledger.versions.get(one.version)
+    for sampler in content.weights:
+        published = ledger.versions.get(sampler.version)
         digest = "nothing" if published is None else published.digest
-        if one.digest != digest:
-            yield f"names other weights than version {one.version} has", digest, one.digest
-    named = {one.version for one in content.weights} | {content.version}
+        if sampler.digest != digest:
+            yield f"names other weights than version {sampler.version} has", digest, sampler.digest
+    named = {sampler.version for sampler in content.weights} | {content.version}
     for segment in content.sampled:
         if segment.version not in named:
             yield f"names no weights for version {segment.version}", "", ""

@@ -20,9 +20,9 @@ from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.schemas.rounds import TakeBatch
 
 
-def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> None:
+def check_steps(ledger: Ledger, results: Seen, entries: Iterable[StepEntry]) -> None:
     """Check commits whose groups' records were checked before."""
-    look = _Look(ledger, seen.other_bytes)
+    look = _Look(ledger, results.other_bytes)
     for entry in entries:
         ledger.findings.looked["steps"] += 1
         look.weights(entry)
@@ -78,7 +78,7 @@ class _Look:
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         findings.looked["steps"] += 1
         if fact.adopted and not any(
-            one.incarnation == fact.incarnation for one in self._ledger.adopted
+            adoption.incarnation == fact.incarnation for adoption in self._ledger.adopted
         ):
             findings.add("steps", who, "adopted weights without a `weights adopted` of its trainer")
         if not fact.dropped or entry.take is None:
@@ -126,21 +126,21 @@ class _Look:
         findings.same(
             "C3", taken.group, message, expected=stamped, found=(taken.version, taken.deadline)
         )
-        for one in taken.trajectories:
-            self._trained(one, step, group.requests)
+        for trajectory in taken.trajectories:
+            self._trained(trajectory, step, group.requests)
         self._whole(group, taken, step)
 
     def _whole(self, group: GroupHistory, taken: TakenGroup, step: int) -> None:
         """Check that the batch has every logged trajectory of the group, of any length."""
         bound = [logged.fact.trajectory for logged in group.bound]
-        trained = [one.trajectory for one in taken.trajectories]
+        trained = [trajectory.trajectory for trajectory in taken.trajectories]
         message = f"step {step} does not hold exactly its logged trajectories, in order"
         self._findings.same("C2", taken.group, message, expected=bound, found=trained)
 
     def _trained(
-        self, one: TakenTrajectory, step: int, samples: Mapping[str, RequestHistory]
+        self, trajectory: TakenTrajectory, step: int, samples: Mapping[str, RequestHistory]
     ) -> None:
-        who, findings = one.trajectory, self._findings
+        who, findings = trajectory.trajectory, self._findings
         entry = samples.get(who) or self._ledger.accounts.request(who)
         findings.looked["C2"] += 1
         if entry is None:
@@ -150,10 +150,10 @@ class _Look:
             message = "is trained twice"
             findings.add("C2", who, message, expected=f"step {entry.trained}", found=f"step {step}")
         entry.trained = step
-        if entry.bound is not None and _is_named(entry.bound, one):
+        if entry.bound is not None and _is_named(entry.bound, trajectory):
             return
-        logged = self._ledger.accounts.logged.get((one.partition, one.offset))
-        where = f"trajectories:{one.partition}:{one.offset}"
+        logged = self._ledger.accounts.logged.get((trajectory.partition, trajectory.offset))
+        where = f"trajectories:{trajectory.partition}:{trajectory.offset}"
         if logged is None or logged.fact.trajectory != who:
             findings.add(
                 "batches",
@@ -163,56 +163,61 @@ class _Look:
         elif logged.status != "bound":
             message = f"step {step} trained a {logged.status} record ({where})"
             bound = "nothing" if entry.bound is None else _place(entry.bound.taken)
-            findings.add("batches", who, message, expected=bound, found=_place(one))
+            findings.add("batches", who, message, expected=bound, found=_place(trajectory))
         else:
             message = f"step {step} names another record than `trajectory logged`"
-            expected, found = _place(logged.taken), _place(one)
+            expected, found = _place(logged.taken), _place(trajectory)
             findings.add("batches", who, message, expected=expected, found=found)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
         """Return the group with the log's incarnations, attempts and digests."""
         entry = self._ledger.accounts.groups.get(group.group)  # loads its records
         samples = {} if entry is None else entry.requests
-        found = tuple([self._found(one, samples) for one in group.trajectories])
-        if all(map(is_, found, group.trajectories)):
+        as_logged = tuple([self._found(trajectory, samples) for trajectory in group.trajectories])
+        if all(map(is_, as_logged, group.trajectories)):
             return group
-        return msgspec.structs.replace(group, trajectories=found)
+        return msgspec.structs.replace(group, trajectories=as_logged)
 
     def _found(
-        self, one: TakenTrajectory, samples: Mapping[str, RequestHistory]
+        self, trajectory: TakenTrajectory, samples: Mapping[str, RequestHistory]
     ) -> TakenTrajectory:
-        place = (one.partition, one.offset)
-        entry = samples.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
-        bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
-        if sha256 is None and bound is not None and _is_named(bound, one):
-            return one
-        logged = self._ledger.accounts.logged.get(place)
-        if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
-            return one
+        key = (trajectory.partition, trajectory.offset)
+        entry = samples.get(trajectory.trajectory) or self._ledger.accounts.request(
+            trajectory.trajectory
+        )
+        bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(key)
+        if sha256 is None and bound is not None and _is_named(bound, trajectory):
+            return trajectory
+        logged = self._ledger.accounts.logged.get(key)
+        if logged is None or group_of(logged.fact.trajectory) != group_of(trajectory.trajectory):
+            return trajectory
         named = logged.taken
         return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
 
 
-def _is_named(logged: RecordLogged, one: TakenTrajectory) -> bool:
+def _is_named(logged: RecordLogged, trajectory: TakenTrajectory) -> bool:
     fact = logged.fact
     return (
-        fact.trajectory == one.trajectory
-        and fact.attempt == one.attempt
-        and fact.incarnation == one.incarnation
-        and fact.partition == one.partition
-        and fact.offset == one.offset
-        and fact.sha256 == one.sha256
+        fact.trajectory == trajectory.trajectory
+        and fact.attempt == trajectory.attempt
+        and fact.incarnation == trajectory.incarnation
+        and fact.partition == trajectory.partition
+        and fact.offset == trajectory.offset
+        and fact.sha256 == trajectory.sha256
     )
 
 
-def _place(one: TakenTrajectory) -> str:
-    where = f"trajectories:{one.partition}:{one.offset}"
-    return f"attempt {one.attempt} of incarnation {one.incarnation} at {where}, sha256 {one.sha256}"
+def _place(trajectory: TakenTrajectory) -> str:
+    where = f"trajectories:{trajectory.partition}:{trajectory.offset}"
+    place = f"attempt {trajectory.attempt} of incarnation {trajectory.incarnation} at {where}"
+    return f"{place}, sha256 {trajectory.sha256}"
 
 
 def _in_words(group: TakenGroup | None) -> str:
     if group is None:
         return "nothing"
-    records = "; ".join(f"{one.trajectory} {_place(one)}" for one in group.trajectories)
+    records = "; ".join(
+        f"{trajectory.trajectory} {_place(trajectory)}" for trajectory in group.trajectories
+    )
     scored = f", rewards {group.rewards}" if group.rewards else ""
     return f"version {group.version}, deadline {group.deadline}{scored}: {records}"

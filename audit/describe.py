@@ -56,7 +56,7 @@ def describe(
     bus: Bus,
     topics: Topics,
     store: PolicyStore | Path,
-    wanted: str,
+    name: str,
     *,
     decoder: Callable[[Path], Decode | None] = lambda assets: None,
 ) -> Description:
@@ -65,9 +65,9 @@ def describe(
     Without `decoder`, texts are token ids. Raises UsageError for an unknown id.
     """
     store = as_store(store)
-    step = _STEP.match(wanted)
-    trajectory = wanted if _TRAJECTORY.match(wanted) else ""
-    group = group_of(trajectory) if trajectory else wanted
+    step = _STEP.match(name)
+    trajectory = name if _TRAJECTORY.match(name) else ""
+    group = group_of(trajectory) if trajectory else name
     history = History(group=group, step=int(step[1]) if step else -1)
     history.read(bus, topics)
     decode = None
@@ -76,19 +76,19 @@ def describe(
     describer = _Describer(bus, topics, history, store, decode)
     if step:
         return describer.step(int(step[1]))
-    found = history.group
-    if found is not None and not trajectory:
-        return describer.group(found)
-    if found is not None and trajectory in _samples(found.group):
-        return describer.trajectory(trajectory, found)
+    ended = history.group
+    if ended is not None and not trajectory:
+        return describer.group(ended)
+    if ended is not None and trajectory in _samples(ended.group):
+        return describer.trajectory(trajectory, ended)
     raise UsageError(
-        f"{wanted!r} is not in run {topics.run}",
+        f"{name!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
     )
 
 
 def _samples(group: GroupHistory) -> list[str]:
-    return [trajectory_id(group.spec.group, one) for one in range(group.spec.samples)]
+    return [trajectory_id(group.spec.group, sample) for sample in range(group.spec.samples)]
 
 
 class _Describer:
@@ -109,7 +109,7 @@ class _Describer:
             what = f"step {number} is not committed in run {self._topics.run}"
             raise UsageError(what, hint=f"the last one is {last}")
         fact, batch = ended.fact, ended.batch
-        groups = {one.spec.group: one for one in ended.groups}
+        groups = {group.spec.group: group for group in ended.groups}
         return {
             "step": {
                 "step": number,
@@ -149,7 +149,7 @@ class _Describer:
         damage = self._traces.damage.lines
         return {
             "group": self._dispatch(ended.group),
-            "samples": [self._sample_row(ended.group, one) for one in _samples(ended.group)],
+            "samples": [self._sample_row(ended.group, name) for name in _samples(ended.group)],
             **self._scoring(ended),
             **({DAMAGE: [{"what": line} for line in damage]} if damage else {}),
             "outcome": self._outcome(ended),
@@ -163,9 +163,9 @@ class _Describer:
         description: Description = {
             "trajectory": {"trajectory": name, "status": self._status(group, name)},
             "group": self._dispatch(group),
-            "attempts": [_attempt_row(one) for one in request.attempts],
+            "attempts": [_attempt_row(attempt) for attempt in request.attempts],
         }
-        failed = [one for one in request.attempts if one.outcome == "failed"]
+        failed = [attempt for attempt in request.attempts if attempt.outcome == "failed"]
         if failed:
             description["errors"] = [{"what": f"attempt {a.attempt}: {a.why}"} for a in failed]
         description["records"] = self._records(name)
@@ -181,8 +181,8 @@ class _Describer:
             except (InvariantBroken, SchemaError) as error:
                 description[DAMAGE] = [{"what": error.message}]
         description["outcome"] = self._outcome(ended)
-        if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
-            description["outcome"] = {"outcome": left, "reason": _WHY_LEFT[left]}
+        if (outcome := group.left.get(parse_trajectory_id(name)[2])) is not None:
+            description["outcome"] = {"outcome": outcome, "reason": _WHY_LEFT[outcome]}
         description["contribution"] = self._contribution(name, ended)
         description["lineage"] = self._lineage(ended)
         description[TRACE] = self._traces.group(only=name)
@@ -209,12 +209,12 @@ class _Describer:
         if request is not None and request.logged is not None:
             return "logged"
         attempts = [] if request is None else request.attempts
-        faults = sum(one.outcome in ("failed", "fenced") for one in attempts)
-        final = any(not one.retryable for one in attempts)
+        faults = sum(attempt.outcome in ("failed", "fenced") for attempt in attempts)
+        final = any(not attempt.retryable for attempt in attempts)
         if final or (faults and faults >= self._max_attempts):
             return "failed"
-        if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
-            return left
+        if (outcome := group.left.get(parse_trajectory_id(name)[2])) is not None:
+            return outcome
         if not attempts:
             return "queued"
         last = attempts[-1].outcome
@@ -256,25 +256,25 @@ class _Describer:
         }
 
     def _records(self, name: str) -> list[dict[str, Any]]:
-        found = [one for one in self._history.records if one.fact.trajectory == name]
+        records = [record for record in self._history.records if record.fact.trajectory == name]
         return [
             {
-                "place": f"trajectories:{one.fact.partition}:{one.fact.offset}",
-                "status": one.status,
-                "attempt": one.fact.attempt,
-                "worker": _worker(one.fact.worker, one.fact.incarnation),
-                "engine": self._history.engines.get(one.fact.incarnation, "-"),
-                "logged": f"control:{one.offset}",
-                "bytes": one.fact.bytes,
-                "sha256": one.fact.sha256,
-                "found": fault_of(self._record(one.fact), one.fact) or "as logged",
+                "place": f"trajectories:{record.fact.partition}:{record.fact.offset}",
+                "status": record.status,
+                "attempt": record.fact.attempt,
+                "worker": _worker(record.fact.worker, record.fact.incarnation),
+                "engine": self._history.engines.get(record.fact.incarnation, "-"),
+                "logged": f"control:{record.offset}",
+                "bytes": record.fact.bytes,
+                "sha256": record.fact.sha256,
+                "found": fault_of(self._record(record.fact), record.fact) or "as logged",
             }
-            for one in found
+            for record in records
         ]
 
     def _record(self, logged: Named) -> Record | None:
-        at = TopicPartition(self._topics.trajectories, logged.partition)
-        return record_at(self._bus, at, logged.offset)
+        partition = TopicPartition(self._topics.trajectories, logged.partition)
+        return record_at(self._bus, partition, logged.offset)
 
     def _made(self, trajectory: Trajectory) -> Description:
         meta = trajectory.meta
@@ -289,7 +289,9 @@ class _Describer:
                 "error": meta.error,
                 "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",
                 "prefilled at": " ".join(map(str, meta.prefills)),
-                "mean log-prob": _mean([one for one in trajectory.logprobs if one is not None]),
+                "mean log-prob": _mean(
+                    [value for value in trajectory.logprobs if value is not None]
+                ),
             },
             "times": _times(meta.times),
             **_branches(trajectory),
@@ -356,7 +358,7 @@ class _Describer:
         if stale is None:
             return {f"made version {version}": "no commit in the log"}
         mixed = ", ".join(
-            f"{count} groups of staleness {one}" for one, count in sorted(stale.items())
+            f"{count} groups of staleness {staleness}" for staleness, count in sorted(stale.items())
         )
         return {f"made version {version}": f"step {version - 1}, from {mixed}"}
 
@@ -370,8 +372,8 @@ def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, An
     if group is None:
         return {"group": name}
     results = group.results
-    errors = [error_class(one.error) for one in results if one.reward is None]
-    rewards = ("-" if one.reward is None else f"{one.reward:g}" for one in results)
+    errors = [error_class(record.error) for record in results if record.reward is None]
+    rewards = ("-" if record.reward is None else f"{record.reward:g}" for record in results)
     return {
         "group": name,
         "version": group.spec.version,
@@ -380,7 +382,7 @@ def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, An
         "row": group.spec.index,
         "rewards": " ".join(rewards),
         **({"no reward": " ".join(errors)} if errors else {}),
-        "tokens": sum(one.tokens for one in results),
+        "tokens": sum(record.tokens for record in results),
     }
 
 
@@ -401,11 +403,11 @@ def _given_by_agent(meta: Meta) -> dict[str, Any]:
 
 
 def _branches(trajectory: Trajectory) -> Description:
-    meta, found = trajectory.meta, list(call_rows(trajectory))
+    meta, rows = trajectory.meta, list(call_rows(trajectory))
     description: Description = {}
-    if meta.contexts or found:
-        calls = Counter(one.context for one in found)
-        parents = [(-1, 0), *((one.parent, one.shared) for one in meta.contexts)]
+    if meta.contexts or rows:
+        calls = Counter(row.context for row in rows)
+        parents = [(-1, 0), *((context.parent, context.shared) for context in meta.contexts)]
         places = bounds(meta.contexts, trajectory.length)
         description[CONTEXTS] = [
             {
@@ -420,8 +422,8 @@ def _branches(trajectory: Trajectory) -> Description:
                 zip(parents, places, strict=True)
             )
         ]
-    if found:
-        description[CALLS] = [_call_row(one, meta.times.scheduled) for one in found]
+    if rows:
+        description[CALLS] = [_call_row(row, meta.times.scheduled) for row in rows]
     return description
 
 
@@ -475,12 +477,12 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
 
 def _times(times: Times) -> dict[str, Any]:
     """Return the placement in ns and later times in ms after it."""
-    found: dict[str, Any] = {"scheduled": times.scheduled}
+    values: dict[str, Any] = {"scheduled": times.scheduled}
     for name in ("started", "first_token", "finished", "rewarded"):
-        at = getattr(times, name)
+        time_ns = getattr(times, name)
         label = f"{name.replace('_', ' ')} after ms"
-        found[label] = None if at is None else (at - times.scheduled) / 1e6
-    return found
+        values[label] = None if time_ns is None else (time_ns - times.scheduled) / 1e6
+    return values
 
 
 def _mean(values: Sequence[float]) -> float | None:

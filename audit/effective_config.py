@@ -79,12 +79,12 @@ class Drift:
     @property
     def line(self) -> str:
         """Format. Example: ``rollout.group_size is 8 in the log and 16 in config.toml``."""
-        found = {**self.frozen, **self.logged}
-        said = [
+        changed = {**self.frozen, **self.logged}
+        differences = [
             f"{key} is {log!r} in the log and {file!r} in config.toml"
-            for key, (log, file) in sorted(found.items())
+            for key, (log, file) in sorted(changed.items())
         ]
-        return "; ".join(said)
+        return "; ".join(differences)
 
 
 def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
@@ -94,7 +94,7 @@ def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
         return Drift(frozen={}, logged={})
     frozen, logged, _ = changed_keys(configs[-1], local)
     before, after = leaves(configs[-1]), leaves(local)
-    never = {key for key in logged if all(leaves(one)[key] != after[key] for one in configs)}
+    never = {key for key in logged if all(leaves(config)[key] != after[key] for config in configs)}
     return Drift(
         frozen={key: (before[key], after[key]) for key in frozen.difference(PATH_KEYS)},
         logged={key: (before[key], after[key]) for key in never},
@@ -109,19 +109,19 @@ def check_change(bus: Bus, topics: Topics, command: Command) -> None:
 
 
 def _in_force(bus: Bus, topics: Topics) -> tuple[list[Config], int]:
-    at = TopicPartition(topics.control, 0)
-    found: EffectiveConfig | None = None
+    partition = TopicPartition(topics.control, 0)
+    effective: EffectiveConfig | None = None
     configs: list[Config] = []
     steps = 0
-    with closing(records_of(bus, {at: bus.end(at)})) as records:
+    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
         for record in records:
             match _decoded(record.value):
-                case RunStarted() as started if found is None:
-                    found = EffectiveConfig(logged_config(started.config))
-                    configs.append(found.config)
-                case Command() as command if found is not None:
-                    found.command(command, step=steps, waiting=0)
-                    configs.append(found.config)
+                case RunStarted() as started if effective is None:
+                    effective = EffectiveConfig(logged_config(started.config))
+                    configs.append(effective.config)
+                case Command() as command if effective is not None:
+                    effective.command(command, step=steps, waiting=0)
+                    configs.append(effective.config)
                 case StepCommitted() as commit:
                     steps = max(steps, commit.step + 1)
     return configs, steps

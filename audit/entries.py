@@ -69,7 +69,7 @@ class Serving:
         """Advance to a round's time; ignores time that goes back."""
         if self.now_ns is not None and now_ns > self.now_ns:
             self.span_ns += now_ns - self.now_ns
-            if len({one for held in self.hosts.values() for one in held}) > 1:
+            if len({version for held in self.hosts.values() for version in held}) > 1:
                 self.several_ns += now_ns - self.now_ns
         self.now_ns = now_ns if self.now_ns is None else max(now_ns, self.now_ns)
 
@@ -79,8 +79,8 @@ class Serving:
 
     def keep(self, incarnations: Collection[int]) -> None:
         self.hosts = {
-            incarnation: one
-            for incarnation, one in self.hosts.items()
+            incarnation: versions
+            for incarnation, versions in self.hosts.items()
             if incarnation in incarnations
         }
 

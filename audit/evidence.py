@@ -55,7 +55,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def versions(self) -> list[int]:
         """Versions of the sampled segments, in order."""
-        return [one.version for one in self.sampled]
+        return [segment.version for segment in self.sampled]
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -121,15 +121,15 @@ def _other_key(record: Record, headers: Headers | None) -> str:
 
 def _open(value: bytes, headers: Headers) -> tuple[Content | None, str, tuple[str, ...]]:
     try:
-        seen = view_trajectory(value)
+        described = view_trajectory(value)
     except SchemaError as error:
         return None, error.message, ()
-    fault = call_fault(decode_trajectory(value)) if seen.meta.calls else ""
-    return _content(seen, fault), "", tuple(matches(headers, seen))
+    fault = call_fault(decode_trajectory(value)) if described.meta.calls else ""
+    return _content(described, fault), "", tuple(matches(headers, described))
 
 
-def _content(seen: Described, fault: str) -> Content:
-    meta = seen.meta
+def _content(described: Described, fault: str) -> Content:
+    meta = described.meta
     return Content(
         group_size=meta.group_size,
         sample=meta.sample,
@@ -140,8 +140,8 @@ def _content(seen: Described, fault: str) -> Content:
         data_epoch=meta.data_epoch,
         seed=meta.seed,
         finish=meta.finish,
-        version=seen.version,
-        sampled=tuple([one for one in seen.segments if one.kind == "model"]),
+        version=described.version,
+        sampled=tuple([segment for segment in described.segments if segment.kind == "model"]),
         weights=meta.weights,
         answer=meta.reward_answer,
         error=one_line(meta.reward_error or "", ERROR_CHARACTERS_MAX),
@@ -149,12 +149,12 @@ def _content(seen: Described, fault: str) -> Content:
         contexts=1 + len(meta.contexts),
         calls=len(meta.calls),
         fault=fault,
-        mixture=_mixture(seen),
+        mixture=_mixture(described),
     )
 
 
-def _mixture(seen: Described) -> tuple[int, int, int] | None:
-    routes = seen.routed_experts
+def _mixture(described: Described) -> tuple[int, int, int] | None:
+    routes = described.routed_experts
     return None if routes is None else (routes.experts, routes.layers, routes.per_token)
 
 
@@ -170,7 +170,7 @@ class SpillStore(Protocol):
 
     def put(self, pieces: Iterable[Evidence]) -> None: ...
 
-    def pop(self, place: Place) -> Evidence | None: ...
+    def pop(self, key: Place) -> Evidence | None: ...
 
     def all(self) -> Iterator[Evidence]: ...
 
@@ -198,9 +198,9 @@ class EvidenceBuffer:
         for partition in ends:
             self.positions.setdefault(partition, 0)
         behind = {
-            TopicPartition(topic, one): self.positions[one]
-            for one, end in ends.items()
-            if self.positions[one] < end
+            TopicPartition(topic, partition): self.positions[partition]
+            for partition, end in ends.items()
+            if self.positions[partition] < end
         }
         self._reader = bus.reader(behind) if behind else None
 
@@ -216,33 +216,33 @@ class EvidenceBuffer:
             )
             for record in records:
                 self._keep(record)
-            for one, end in self._ends.items():
-                if self.positions[one] < end:
-                    position = reader.position(TopicPartition(self._topic, one))
-                    self.positions[one] = max(self.positions[one], min(position, end))
+            for number, end in self._ends.items():
+                if self.positions[number] < end:
+                    position = reader.position(TopicPartition(self._topic, number))
+                    self.positions[number] = max(self.positions[number], min(position, end))
             moved = bool(records) or self.positions != before
-            at = TopicPartition(self._topic, partition)
-            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+            source = TopicPartition(self._topic, partition)
+            empty = count_empty_polls(reader, source, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
         self._overflow()
 
     def read_all(self) -> None:
         for partition, end in self._ends.items():
             self.read_to(partition, end)
 
-    def pop(self, place: Place) -> Evidence | None:
+    def pop(self, key: Place) -> Evidence | None:
         """Remove and return evidence, if it was read."""
-        found = self.waiting.pop(place, None)
-        if found is None and self.spilled is not None:
-            found = self.spilled.pop(place)
-        return found
+        evidence = self.waiting.pop(key, None)
+        if evidence is None and self.spilled is not None:
+            evidence = self.spilled.pop(key)
+        return evidence
 
     def rest(self) -> Iterator[Evidence]:
         """Yield the rest by partition and offset."""
-        waiting = sorted(self.waiting.values(), key=lambda one: one.place)
+        waiting = sorted(self.waiting.values(), key=lambda evidence: evidence.place)
         if self.spilled is None:
             yield from waiting
             return
-        yield from sorted([*self.spilled.all(), *waiting], key=lambda one: one.place)
+        yield from sorted([*self.spilled.all(), *waiting], key=lambda evidence: evidence.place)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -251,12 +251,12 @@ class EvidenceBuffer:
 
     def _keep(self, record: Record) -> None:
         if record.offset < self._ends[record.partition]:
-            one = evidence_of(record, opened=self._opened)
-            self.waiting[one.place] = one
-            self.last[one.partition] = one.offset, one.sha256
+            evidence = evidence_of(record, opened=self._opened)
+            self.waiting[evidence.place] = evidence
+            self.last[evidence.partition] = evidence.offset, evidence.sha256
 
     def _overflow(self) -> None:
         if self.spilled is None or len(self.waiting) <= WAITING_MAX:
             return
-        oldest = [self.waiting.pop(place) for place in list(self.waiting)[: WAITING_MAX // 2]]
+        oldest = [self.waiting.pop(key) for key in list(self.waiting)[: WAITING_MAX // 2]]
         self.spilled.put(oldest)

@@ -74,19 +74,22 @@ class TextColumns:
     data: Mapping[str, Rows] = field(default_factory=dict)
 
     def fields(self) -> list[pa.Field]:
-        found: dict[str, set[type]] = {}
+        kinds_by_name: dict[str, set[type]] = {}
         for rows in self.data.values():
             for row in rows:
                 for name, value in row.items():
                     if value is not None:
-                        found.setdefault(name, set()).add(_kind(value))
-        return [*FIELDS, *(pa.field(ROW + name, _type(kinds)) for name, kinds in found.items())]
+                        kinds_by_name.setdefault(name, set()).add(_kind(value))
+        return [
+            *FIELDS,
+            *(pa.field(ROW + name, _type(kinds)) for name, kinds in kinds_by_name.items()),
+        ]
 
     def columns(self, trajectory: Trajectory, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
         texts = {} if self.words is None else _texts(trajectory, self.words)
         rows = self.data.get(trajectory.meta.dataset_digest, ())
-        at = trajectory.meta.index
-        row = rows[at] if 0 <= at < len(rows) else {}
+        index = trajectory.meta.index
+        row = rows[index] if 0 <= index < len(rows) else {}
         return texts | {
             ROW + name: _cell(value, types[ROW + name])
             for name, value in row.items()
@@ -98,13 +101,15 @@ def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
     """Return texts by turn; pieces from several workers are joined."""
     ids, contexts = trajectory.token_ids, trajectory.meta.contexts
     turns = []
-    for (kind, turn), of in groupby(trajectory.segments, lambda one: (one.kind, one.turn)):
+    for (kind, turn), of in groupby(
+        trajectory.segments, lambda segment: (segment.kind, segment.turn)
+    ):
         pieces = list(of)
         start, end = pieces[0].start, pieces[-1].end
         if kind == "prompt" and start == end:
             continue
         turns.append((kind, turn, context_at(contexts, start), ids[start:end]))
-    said = [tokens for kind, _, _, tokens in turns if kind == "model"]
+    sampled = [tokens for kind, _, _, tokens in turns if kind == "model"]
     return {
         "prompt": words.full_text(ids[: trajectory.meta.prompt_tokens]),
         "turns": [
@@ -112,7 +117,7 @@ def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
             for kind, turn, context, tokens in turns
             if kind != "prompt" or context
         ],
-        "answer": words.text(answer_of(trajectory)) if said else None,
+        "answer": words.text(answer_of(trajectory)) if sampled else None,
     }
 
 
@@ -222,8 +227,8 @@ SAID_OTHERWISE: Final = frozenset({"trajectory_id", "group_id", "record_offset"}
 
 def more_fields() -> list[pa.Field]:
     """Return the catalogue's other trajectory columns."""
-    known = SAID_OTHERWISE.union(SCHEMA.names)
-    return [one for one in arrow_schema(TrajectoryRow) if one.name not in known]
+    exported = SAID_OTHERWISE.union(SCHEMA.names)
+    return [column for column in arrow_schema(TrajectoryRow) if column.name not in exported]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +303,13 @@ def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | No
         return None
     rows = catalogue.query(ENDED, [evaluation.name])
     groups = Counter(version for version, _ in rows)
-    found = watched.Watched(open=tuple(watched.Evaluated(version=one) for one in sorted(groups)))
+    watching = watched.Watched(
+        open=tuple(watched.Evaluated(version=version) for version in sorted(groups))
+    )
     for version, rewards in rows:
-        valid = [one for one in rewards if one is not None]
-        found = watched.ended(found, version, valid, groups=max(groups.values()))
-    return (found.best, found.reward) if found.best >= 0 else None
+        valid = [reward for reward in rewards if reward is not None]
+        watching = watched.ended(watching, version, valid, groups=max(groups.values()))
+    return (watching.best, watching.reward) if watching.best >= 0 else None
 
 
 def logged_versions(catalogue: Catalogue, evaluation: str) -> list[tuple[int, float]]:
@@ -331,10 +338,10 @@ class _Rows:
         schema: pa.Schema,
     ) -> None:
         self._texts = texts
-        self._types = {one.name: one.type for one in schema}
+        self._types = {column.name: column.type for column in schema}
         self._store = store
         self._wanted = logged_records(catalogue, where)
-        more = ", ".join(f"trajectories.{one.name}" for one in more_fields())
+        more = ", ".join(f"trajectories.{column.name}" for column in more_fields())
         decided = DECIDED.format(more=more)
         self._decided = {
             (row["partition"], row["offset"]): row
@@ -347,8 +354,8 @@ class _Rows:
 
     def of(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
         for record in records:
-            place = (record.partition, record.offset)
-            logged = self._wanted.pop(place, None)
+            key = (record.partition, record.offset)
+            logged = self._wanted.pop(key, None)
             if logged is None:
                 self.left_out += 1
                 continue
@@ -359,7 +366,7 @@ class _Rows:
             except SchemaError:
                 self.left_out += 1
                 continue
-            yield self._row(trajectory, self._decided[place])
+            yield self._row(trajectory, self._decided[key])
         self.damage.look_for_the_rest(self._wanted)
 
     def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
@@ -401,9 +408,9 @@ def _about(trajectory: Trajectory) -> dict[str, Any]:
         "reward_parts": msgspec.json.encode(meta.reward_parts).decode(),
         "tokens": len(trajectory.token_ids),
         "sampled": trajectory.sampled,
-        "segments": [msgspec.structs.asdict(one) for one in trajectory.segments],
+        "segments": [msgspec.structs.asdict(segment) for segment in trajectory.segments],
         "prefills": list(meta.prefills),
-        "branches": [msgspec.structs.asdict(one) for one in meta.contexts],
+        "branches": [msgspec.structs.asdict(context) for context in meta.contexts],
         **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
         **{name: getattr(meta, name) for name in (*same, *also, *more)},
         "scheduled_ns": times.scheduled,

@@ -91,41 +91,41 @@ class SpillDict(dict[K, V]):
     """Called with each loaded entry."""
 
     def __missing__(self, key: K) -> V:
-        found = self._fetch(key)
-        if found is None:
+        entry = self._fetch(key)
+        if entry is None:
             raise KeyError(key)
-        return found
+        return entry
 
     def __contains__(self, key: object) -> bool:
         return dict.__contains__(self, key) or self._fetch(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
-        found: Any = dict.get(self, key)
-        if found is None:
-            found = self._fetch(key)
-        return default if found is None else found
+        entry: Any = dict.get(self, key)
+        if entry is None:
+            entry = self._fetch(key)
+        return default if entry is None else entry
 
     def spill(self, keys: Iterable[K]) -> list[V]:
         """Spill these entries, if there is a storage; return the spilled ones."""
         storage = self.storage
         if storage is None:
             return []
-        gone = [(key, self[key]) for key in keys if dict.__contains__(self, key)]
-        gone = [(key, entry) for key, entry in gone if storage.keeps(key)]
-        storage.store(gone)
-        for key, _ in gone:
+        spilled = [(key, self[key]) for key in keys if dict.__contains__(self, key)]
+        spilled = [(key, entry) for key, entry in spilled if storage.keeps(key)]
+        storage.store(spilled)
+        for key, _ in spilled:
             del self[key]
-        return [entry for _, entry in gone]
+        return [entry for _, entry in spilled]
 
     def _fetch(self, key: Any) -> V | None:
         if self.storage is None:
             return None
-        found = self.storage.fetch(key)
-        if found is not None:
-            self[key] = found
+        entry = self.storage.fetch(key)
+        if entry is not None:
+            self[key] = entry
             if self.on_fetch is not None:
-                self.on_fetch(found)
-        return found
+                self.on_fetch(entry)
+        return entry
 
 
 class AuditedGroups(GroupLedger):
@@ -216,10 +216,10 @@ class AuditedGroups(GroupLedger):
     def note_packages(self, fact: WorkerJoined) -> None:
         """Note environment packages of which workers have several versions."""
         for name, version in fact.packages.items():
-            known = self._packages.setdefault(name, set())
-            for other in sorted(known - {version}):
+            versions = self._packages.setdefault(name, set())
+            for other in sorted(versions - {version}):
                 first, second = sorted((version, other))
                 note = f"workers have different versions of {name}: {first} and {second}"
                 if note not in self._findings.notes:
                     self._findings.notes.append(note)
-            known.add(version)
+            versions.add(version)

@@ -55,17 +55,17 @@ def changed_since(look: LastLook, bus: Bus, topics: Topics, mark: str) -> str:
         return ""
     control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
     places = {control: look.control, decisions: look.decisions}
-    for partition, seen in look.trajectories.items():
-        places[TopicPartition(topics.trajectories, partition)] = seen
+    for partition, last_record in look.trajectories.items():
+        places[TopicPartition(topics.trajectories, partition)] = last_record
     try:
         ends = {tp: bus.end(tp) for tp in places}
     except TopicMissing:
         return ""
     there = {tp: offset for tp, (offset, _) in places.items() if offset < ends[tp]}
-    found = {tp: record_at(bus, tp, offset) for tp, offset in there.items()}
+    records = {tp: record_at(bus, tp, offset) for tp, offset in there.items()}
 
     def is_there(tp: TopicPartition) -> bool:
-        record = found.get(tp)
+        record = records.get(tp)
         return record is not None and sha256_hex(record.value) == places[tp][1]
 
     if not is_there(control):

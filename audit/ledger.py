@@ -109,12 +109,14 @@ class Ledger:
             (group.spec.version for group in self.accounts.open.values()), default=self.version
         )
         before = min(oldest, self.version - newest)
-        self.versions.spill([one for one in self.versions if one < before])
-        self.steps.spill([one for one in self.steps if one < before])
-        self.takes.spill([one for one in self.takes if one[0] < before])
+        self.versions.spill([version for version in self.versions if version < before])
+        self.steps.spill([step for step in self.steps if step < before])
+        self.takes.spill([key for key in self.takes if key[0] < before])
         for worker in self.accounts.workers.values():
-            worker.first_ready = {v: at for v, at in worker.first_ready.items() if v >= before}
-            worker.assigned = {v: at for v, at in worker.assigned.items() if v >= before}
+            worker.first_ready = {
+                v: offset for v, offset in worker.first_ready.items() if v >= before
+            }
+            worker.assigned = {v: time_ns for v, time_ns in worker.assigned.items() if v >= before}
 
     def apply(self, turn: FoldedRound) -> None:
         """Book a round after its events."""
@@ -125,21 +127,23 @@ class Ledger:
             self.serving.advance(self.now_ns)
         for fact in turn.facts:
             self.findings.looked["control"] += 1
-            at = Moment(round=ordinal, offset=fact.offset, now_ns=self.now_ns)
-            self.fact(fact, at)
+            moment = Moment(round=ordinal, offset=fact.offset, now_ns=self.now_ns)
+            self.fact(fact, moment)
         if turn.round is not None:
             self.round(turn.round, Moment(round=ordinal, offset=turn.offset, now_ns=self.now_ns))
 
-    def round(self, round_: Round, at: Moment) -> None:
+    def round(self, round_: Round, moment: Moment) -> None:
         self.legality.round(round_, self.roles)
-        for one in round_.observations:
-            if isinstance(one, GroupExpired) and (group := self.legality.expired(one, at)):
+        for observation in round_.observations:
+            if isinstance(observation, GroupExpired) and (
+                group := self.legality.expired(observation, moment)
+            ):
                 self.accounts.expire(group)
         for decision in round_.decisions:
             self.findings.looked["decisions"] += 1
-            self.decision(decision, at)
+            self.decision(decision, moment)
 
-    def fact(self, fact: Fact, at: Moment) -> None:
+    def fact(self, fact: Fact, moment: Moment) -> None:
         record = fact.record
         if record is None:
             return
@@ -147,34 +151,34 @@ class Ledger:
             self.unknown[record.kind] += 1
             return
         if self.started is None and not isinstance(record, RunStarted):
-            self._wrong(at, "comes before `run started`")
+            self._wrong(moment, "comes before `run started`")
         if fact.key and fact.key != key_of(record):
-            self._wrong(at, "has another key", key_of(record) or "none", fact.key)
-        self._known(record, at)
+            self._wrong(moment, "has another key", key_of(record) or "none", fact.key)
+        self._known(record, moment)
 
-    def _known(self, record: AnyControl, at: Moment) -> None:
+    def _known(self, record: AnyControl, moment: Moment) -> None:
         match record:
             case RunStarted():
-                self._run_started(record, at)
+                self._run_started(record, moment)
             case RoleStarted():
                 self.roles.append(record)
             case WorkerJoined():
                 self.accounts.note_packages(record)
-                self.accounts.fact(at.offset, record)
+                self.accounts.fact(moment.offset, record)
                 self.serving.keep(self._living())
             case WorkerReady():
-                self._worker_ready(record, at)
+                self._worker_ready(record, moment)
             case WorkerLeft():
-                self._worker_left(record, at)
+                self._worker_left(record, moment)
             case TrajectoriesLogged():
                 self._check_served(record)
-                self.accounts.fact(at.offset, record)
+                self.accounts.fact(moment.offset, record)
             case RequestReleased() | RequestFailed() | GroupScored():
-                self.accounts.fact(at.offset, record)
+                self.accounts.fact(moment.offset, record)
             case StepCommitted():
-                self._committed(record, at)
+                self._committed(record, moment)
             case BatchRefused():
-                self._refused(record, at)
+                self._refused(record, moment)
             case Command():
                 self.commands.append(record)
                 self.legality.command(record)
@@ -184,31 +188,33 @@ class Ledger:
                 if self.stopped is not None:
                     self.dropped.update(record.versions)
 
-    def _wrong(self, at: Moment, message: str, expected: object = "", found: object = "") -> None:
-        where = f"control:{at.offset}"
+    def _wrong(
+        self, moment: Moment, message: str, expected: object = "", found: object = ""
+    ) -> None:
+        where = f"control:{moment.offset}"
         self.findings.add("control", where, message, expected=expected, found=found)
 
-    def _run_started(self, fact: RunStarted, at: Moment) -> None:
+    def _run_started(self, fact: RunStarted, moment: Moment) -> None:
         if fact.run != self.run:
-            self._wrong(at, "starts another run", expected=self.run, found=fact.run)
+            self._wrong(moment, "starts another run", expected=self.run, found=fact.run)
             return
         if self.started is not None:
-            self._wrong(at, "starts the run a second time")
+            self._wrong(moment, "starts the run a second time")
             return
         self.started = fact
-        self._published(VersionEntry(version=0, manifest=fact.policy, at=at))
+        self._published(VersionEntry(version=0, manifest=fact.policy, at=moment))
         try:
             self.config = logged_config(fact.config)
         except msgspec.ValidationError as error:
-            self._wrong(at, f"the configuration cannot be read: {error}")
+            self._wrong(moment, f"the configuration cannot be read: {error}")
             return
-        self._check_start(fact, self.config, at)
+        self._check_start(fact, self.config, moment)
         self.accounts.max_attempts = self.config.rollout.max_attempts
         self.accounts.scored_together = frozenset(fact.scored_together)
         self.legality.in_force = EffectiveConfig(self.config)
 
-    def _check_start(self, fact: RunStarted, config: Config, at: Moment) -> None:
-        where, findings = f"control:{at.offset}", self.findings
+    def _check_start(self, fact: RunStarted, config: Config, moment: Moment) -> None:
+        where, findings = f"control:{moment.offset}", self.findings
         message = "the configuration of `run started` is not the one of its digest"
         found = config_digest(fact.config)
         findings.same("control", where, message, expected=fact.config_digest, found=found)
@@ -222,35 +228,37 @@ class Ledger:
         self.version = max(self.version, version.version)
         self.published += 1
 
-    def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
-        worker = self._worker(fact.worker, fact.incarnation, "is ready", at)
+    def _worker_ready(self, fact: WorkerReady, moment: Moment) -> None:
+        worker = self._worker(fact.worker, fact.incarnation, "is ready", moment)
         if fact.version == NO_VERSION:
             if worker is not None:
-                self._sleeps(worker, fact, at)
-                self.accounts.fact(at.offset, fact)
+                self._sleeps(worker, fact, moment)
+                self.accounts.fact(moment.offset, fact)
             return
         version = self.versions.get(fact.version)
         if version is None:
             self._wrong(
-                at, f"{fact.worker} hosts version {fact.version}, which was never published"
+                moment, f"{fact.worker} hosts version {fact.version}, which was never published"
             )
         elif worker is not None:
-            who = f"{fact.worker} at control:{at.offset}"
+            who = f"{fact.worker} at control:{moment.offset}"
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
             if fact.version not in worker.assigned and fact.version not in worker.first_ready:
-                self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
-            worker.first_ready.setdefault(fact.version, at.offset)
-            self.accounts.fact(at.offset, fact)
+                self._undecided(
+                    f"{fact.worker} hosts version {fact.version}", "assigned it", moment
+                )
+            worker.first_ready.setdefault(fact.version, moment.offset)
+            self.accounts.fact(moment.offset, fact)
             # A repeated report may name a version dropped since.
             if worker.several and fact.version == worker.target:
                 worker.held.add(fact.version)
             if worker.gone is None:
                 self.serving.ready(fact.incarnation, *(sorted(worker.held) or [fact.version]))
 
-    def _sleeps(self, worker: WorkerHistory, fact: WorkerReady, at: Moment) -> None:
+    def _sleeps(self, worker: WorkerHistory, fact: WorkerReady, moment: Moment) -> None:
         if not worker.joined.colocated:
-            self._undecided(f"{fact.worker} sleeps", "told it to", at)
+            self._undecided(f"{fact.worker} sleeps", "told it to", moment)
         elif worker.target == NO_VERSION:
             worker.awake = False
 
@@ -259,65 +267,71 @@ class Ledger:
         worker = self.accounts.workers.get(fact.incarnation)
         if worker is None or not worker.several or fact.version in worker.first_ready:
             return
-        for one in fact.trajectories:
-            if group_of(one.trajectory) in self.accounts.open:
+        for trajectory in fact.trajectories:
+            if group_of(trajectory.trajectory) in self.accounts.open:
                 message = f"was logged by {fact.worker}, which never served version {fact.version}"
-                self.findings.add("C1", one.trajectory, message)
+                self.findings.add("C1", trajectory.trajectory, message)
 
-    def _worker_left(self, fact: WorkerLeft, at: Moment) -> None:
-        worker = self._worker(fact.worker, fact.incarnation, "leaves", at)
+    def _worker_left(self, fact: WorkerLeft, moment: Moment) -> None:
+        worker = self._worker(fact.worker, fact.incarnation, "leaves", moment)
         if fact.reason.startswith(RUN_STOPPED) and self.stopped is None:
-            self._undecided(f"{fact.worker} left because the run stopped", "stopped it", at)
+            self._undecided(f"{fact.worker} left because the run stopped", "stopped it", moment)
         if worker is not None:
             for name in fact.progress:
                 if not self.accounts.was_placed(name, fact.incarnation):
                     self._wrong(
-                        at, f"{fact.worker} leaves with progress of {name}, not placed there"
+                        moment, f"{fact.worker} leaves with progress of {name}, not placed there"
                     )
-            self.accounts.fact(at.offset, fact)
+            self.accounts.fact(moment.offset, fact)
             self.serving.keep(self._living())
 
-    def _undecided(self, what: str, verb: str, at: Moment) -> None:
+    def _undecided(self, what: str, verb: str, moment: Moment) -> None:
         """Report an event without its decision."""
-        self._wrong(at, f"{what}, but no decision {verb}")
+        self._wrong(moment, f"{what}, but no decision {verb}")
 
-    def _worker(self, name: str, incarnation: int, verb: str, at: Moment) -> WorkerHistory | None:
+    def _worker(
+        self, name: str, incarnation: int, verb: str, moment: Moment
+    ) -> WorkerHistory | None:
         worker: WorkerHistory | None = self.accounts.workers.get(incarnation)
         if worker is None or worker.name != name:
             self._wrong(
-                at, f"{name} {verb} under incarnation {incarnation}, which it never joined with"
+                moment, f"{name} {verb} under incarnation {incarnation}, which it never joined with"
             )
             return None
         return worker
 
     def _living(self) -> set[int]:
-        return {at for at, worker in self.accounts.workers.items() if worker.gone is None}
+        return {
+            incarnation
+            for incarnation, worker in self.accounts.workers.items()
+            if worker.gone is None
+        }
 
-    def _committed(self, fact: StepCommitted, at: Moment) -> None:
+    def _committed(self, fact: StepCommitted, moment: Moment) -> None:
         taken = self.takes.get((fact.step, fact.attempt))
         take, taken_at = (None, None) if taken is None else (taken.take, taken.at)
-        entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
-        self._dropped(fact, at)
+        entry = StepEntry(fact=fact, at=moment, take=take, taken_at=taken_at)
+        self._dropped(fact, moment)
         self._check_adapter(fact)
         first = self.steps.get(fact.step)
-        if first is None and not self._counts(fact, take, at):
+        if first is None and not self._counts(fact, take, moment):
             return
         self.unread_steps.append(entry)
         if first is not None:
-            places = f"control:{first.at.offset} and control:{at.offset}"
+            places = f"control:{first.at.offset} and control:{moment.offset}"
             self.findings.add("steps", f"step {fact.step}", f"is committed twice, at {places}")
             return
         self.steps[fact.step] = entry
         self.committed += 1
         self.legality.committed(entry, self.roles)
-        self._published(VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at))
+        self._published(VersionEntry(version=fact.step + 1, manifest=fact.policy, at=moment))
         why = f"batch of step {fact.step}, attempt {fact.attempt}"
         for part, groups in enumerate(parts_of(fact.groups, fact.parts), 1):
             for group in groups:
                 number = part if fact.parts else 0
                 self.accounts.end(group.group, "trained", why, step=fact.step, part=number)
 
-    def _counts(self, fact: StepCommitted, take: TakeBatch | None, at: Moment) -> bool:
+    def _counts(self, fact: StepCommitted, take: TakeBatch | None, moment: Moment) -> bool:
         """Report whether a commit is of the batch in training.
 
         A trainer may commit while a user ends its batch; the orchestrator then retrains the step.
@@ -328,7 +342,7 @@ class Ledger:
             message = f"attempt {fact.attempt} was committed, which no decision took"
             self.findings.add("batches", f"step {fact.step}", message)
         else:
-            why = f"committed at control:{at.offset}, after its batch had ended"
+            why = f"committed at control:{moment.offset}, after its batch had ended"
             self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
         return False
 
@@ -340,7 +354,7 @@ class Ledger:
             who = f"version {fact.step + 1}"
             self.findings.add("policies", who, "is no adapter on version 0", expected=first)
 
-    def _dropped(self, fact: StepCommitted, at: Moment) -> None:
+    def _dropped(self, fact: StepCommitted, moment: Moment) -> None:
         for version in sorted(self.dropped.intersection(fact.dropped)):
             message = f"drops version {version}, which an earlier commit dropped"
             self.findings.add("policies", f"step {fact.step}", message)
@@ -353,13 +367,16 @@ class Ledger:
                 message = f"drops version {version}, which {names[0]} carries"
                 self.findings.add("policies", f"step {fact.step}", message)
 
-    def _refused(self, fact: BatchRefused, at: Moment) -> None:
-        found = self.takes.get((fact.step, fact.attempt))
-        if found is None:
-            self._wrong(at, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
+    def _refused(self, fact: BatchRefused, moment: Moment) -> None:
+        batch = self.takes.get((fact.step, fact.attempt))
+        if batch is None:
+            self._wrong(moment, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
             return
-        take = found.take
-        why = "; ".join(f"{one.trajectory or one.group}: {one.reason}" for one in fact.offenders)
+        take = batch.take
+        why = "; ".join(
+            f"{offender.trajectory or offender.group}: {offender.reason}"
+            for offender in fact.offenders
+        )
         self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
         self.legality.refused(fact, take)
         for taken in take.groups:
@@ -367,28 +384,28 @@ class Ledger:
             if group is not None:
                 group.taken = None
 
-    def decision(self, decision: AnyDecision, at: Moment) -> None:
-        self.legality.decision(decision, at)
+    def decision(self, decision: AnyDecision, moment: Moment) -> None:
+        self.legality.decision(decision, moment)
         accounts = self.accounts
         match decision:
             case Schedule():
-                self.legality.placed(decision.requests(), at)
+                self.legality.placed(decision.requests(), moment)
             case Assign():
                 if (worker := accounts.workers.get(decision.incarnation)) is not None:
                     worker.awake = worker.awake or decision.version != NO_VERSION
                     worker.held.difference_update(decision.drop)
             case TakeBatch():
-                self.takes[decision.step, decision.attempt] = Taken(take=decision, at=at)
+                self.takes[decision.step, decision.attempt] = Taken(take=decision, at=moment)
                 for taken in decision.groups:
                     if (group := accounts.groups.get(taken.group)) is not None:
                         group.taken = (decision.step, decision.attempt)
             case End():
                 accounts.end(decision.group, decision.outcome, decision.reason)
             case StopRun():
-                self.stopped = at
+                self.stopped = moment
             case _:
                 pass
-        if accounts.decision(decision, at):
+        if accounts.decision(decision, moment):
             self.serving.keep(self._living())
 
 

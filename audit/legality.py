@@ -87,7 +87,9 @@ class Legality:
         While catching up, an orchestrator may not fold its own announcement; it decides nothing
         then.
         """
-        newest = max((one.incarnation for one in roles if one.role == "orchestrator"), default=-1)
+        newest = max(
+            (role.incarnation for role in roles if role.role == "orchestrator"), default=-1
+        )
         where = f"round {round_.ordinal}"
         if round_.incarnation > newest and round_.decisions:
             message = "decides before its orchestrator was announced"
@@ -131,7 +133,7 @@ class Legality:
         if fact.step > bound.version:
             missing = f"step {bound.version}"
             self._findings.add("steps", missing, "is missing", expected=missing, found=who)
-        newest = max((one.incarnation for one in roles if one.role == "trainer"), default=-1)
+        newest = max((role.incarnation for role in roles if role.role == "trainer"), default=-1)
         if fact.incarnation != newest:
             message = "was committed by a trainer that was out"
             expected, found = f"incarnation {newest}", fact.incarnation
@@ -144,7 +146,7 @@ class Legality:
 
     def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
         """Return a refused batch's groups to U, except the offenders."""
-        offenders = {one.group for one in fact.offenders}
+        offenders = {offender.group for offender in fact.offenders}
         self.bound.end_training()
         self.attempt = fact.attempt + 1
         for taken in take.groups:
@@ -152,14 +154,14 @@ class Legality:
             if group is not None and taken.group not in offenders:
                 self.bound.give_back(group.spec)
 
-    def decision(self, decision: AnyDecision, at: Moment) -> None:
+    def decision(self, decision: AnyDecision, moment: Moment) -> None:
         """Check one decision; `placed` checks placements."""
-        where = f"round {at.round}"
+        where = f"round {moment.round}"
         if self._ledger.stopped is not None:
             self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
         match decision:
             case Dispatch():
-                self._dispatch(decision, at)
+                self._dispatch(decision, moment)
             case Migrate():
                 self._move(decision, where)
             case ScoreGroup():
@@ -183,10 +185,10 @@ class Legality:
                 if self.in_force.steps <= self.bound.step:
                     self.bound.give_up_parts()
 
-    def placed(self, requests: Sequence[ScheduledRequest], at: Moment) -> None:
-        where = f"round {at.round}"
-        for one in requests:
-            self._place(one, where)
+    def placed(self, requests: Sequence[ScheduledRequest], moment: Moment) -> None:
+        where = f"round {moment.round}"
+        for request in requests:
+            self._place(request, where)
 
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
@@ -194,45 +196,51 @@ class Legality:
     def _worker(self, name: str, incarnation: int, where: str, *verb: str) -> WorkerHistory | None:
         worker: WorkerHistory | None = self._ledger.accounts.workers.get(incarnation)
         if worker is None or worker.name != name:
-            said = " ".join(verb)
+            action = " ".join(verb)
             self._wrong(
                 where,
-                f"{said} names {name} of incarnation {incarnation}, which never joined",
+                f"{action} names {name} of incarnation {incarnation}, which never joined",
             )
             return None
         if worker.gone is not None:
-            said, end = " ".join(verb), "left" if worker.gone.how == "left" else "was fenced"
-            message = f"{said} names {name} of incarnation {incarnation}, which {end}"
+            action, end = " ".join(verb), "left" if worker.gone.how == "left" else "was fenced"
+            message = f"{action} names {name} of incarnation {incarnation}, which {end}"
             self._wrong(where, message)
         return worker
 
-    def _dispatch(self, decision: Dispatch, at: Moment) -> None:
+    def _dispatch(self, decision: Dispatch, moment: Moment) -> None:
         spec, in_force = decision.spec, self.in_force
         if in_force is None:
-            self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
+            self._wrong(
+                spec.group, f"is dispatched in round {moment.round}, before the run started"
+            )
             return
         check_spec(decision, self.ordinals, self._ledger, in_force.config)
         if why := self._why_not_row(decision, in_force.config):
-            self._wrong(spec.group, f"is dispatched in round {at.round} in another's turn: {why}")
+            self._wrong(
+                spec.group, f"is dispatched in round {moment.round} in another's turn: {why}"
+            )
         self.ordinals.update({spec.purpose, spec.source})
         if decision.skipped:
             self.ordinals[_skipped(spec)] += len(decision.skipped)
         if spec.purpose == "eval":
             return
         if why := self.bound.why_not_admit(spec.deadline, in_force):
-            self._wrong(spec.group, f"is dispatched in round {at.round} against the bound: {why}")
+            self._wrong(
+                spec.group, f"is dispatched in round {moment.round} against the bound: {why}"
+            )
         self.bound.add(spec)
 
     def _why_not_row(self, decision: Dispatch, config: Config) -> str:
         started, spec = self._ledger.started, decision.spec
         data = started and started.data(spec.source)
-        task = next((one for one in config.tasks if one.name == spec.task), None)
+        task = next((task for task in config.tasks if task.name == spec.task), None)
         if spec.purpose == "eval" or not started or not data or task is None:
             return ""
-        place = self.ordinals[spec.source] + self.ordinals[_skipped(spec)]
+        position = self.ordinals[spec.source] + self.ordinals[_skipped(spec)]
         turns = (
-            identity.prompt_index(started.seed, place + one, data.rows)[1]
-            for one in range(min(data.rows, SKIPPED_MAX))
+            identity.prompt_index(started.seed, position + skipped, data.rows)[1]
+            for skipped in range(min(data.rows, SKIPPED_MAX))
         )
         return self.rows.why_not(decision, task, turns)
 
@@ -302,11 +310,11 @@ class Legality:
         attempt = len(scoring.asked) + 1
         message = f"is to be scored in {where} under a wrong attempt"
         self._findings.same("decisions", who, message, expected=attempt, found=decision.attempt)
-        left = () if group.closed else group.open_samples
+        open_samples = () if group.closed else group.open_samples
         message = f"is to be scored in {where} before all its samples have ended"
-        expected, found = group.spec.samples, group.spec.samples - len(left)
+        expected, found = group.spec.samples, group.spec.samples - len(open_samples)
         self._findings.same("decisions", who, message, expected=expected, found=found)
-        valid = tuple(one.taken for one in results if one.fact.reward is not None)
+        valid = tuple(record.taken for record in results if record.fact.reward is not None)
         message = f"is to be scored in {where} by other records than its valid samples'"
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
 
@@ -323,8 +331,8 @@ class Legality:
             return
         version = self._ledger.versions.get(decision.version)
         if version is None:
-            found = f"version {decision.version}"
-            self._wrong(where, f"assigns {found} to {decision.worker}, which was never published")
+            name = f"version {decision.version}"
+            self._wrong(where, f"assigns {name} to {decision.worker}, which was never published")
         elif version.digest != decision.digest:
             message = f"assigns {decision.worker} weights that are not version {decision.version}"
             self._wrong(where, message, version.digest, decision.digest)
@@ -418,27 +426,29 @@ class Legality:
         if group is None:
             self._wrong(decision.group, f"loses samples in {where} but is not open")
             return
-        due, left = group.closed or "waited for", group.open_samples
+        due, open_samples = group.closed or "waited for", group.open_samples
         message = f"loses samples in {where} as what they are not"
         same = self._findings.same
         same("decisions", decision.group, message, expected=due, found=decision.outcome)
         message = f"loses other samples in {where} than have not ended"
-        same("decisions", decision.group, message, expected=left, found=decision.samples)
+        same("decisions", decision.group, message, expected=open_samples, found=decision.samples)
 
-    def expired(self, seen: GroupExpired, at: Moment) -> GroupHistory | None:
+    def expired(self, expiry: GroupExpired, moment: Moment) -> GroupHistory | None:
         """Return the group that a round reports as timed out, if possible."""
-        where, group = f"round {at.round}", self._ledger.accounts.open.get(seen.group)
+        where, group = f"round {moment.round}", self._ledger.accounts.open.get(expiry.group)
         if group is None or self.in_force is None:
-            self._wrong(seen.group, f"expires in {where} but is not open")
+            self._wrong(expiry.group, f"expires in {where} but is not open")
             return None
         rules = self.in_force.config.rollout
         if outlook_of(group, rules) != "running" or not group.open_samples:
-            self._wrong(seen.group, f"expires in {where}, although it generates no more")
+            self._wrong(expiry.group, f"expires in {where}, although it generates no more")
             return None
-        open_ns, most = at.now_ns - group.dispatched_ns, rules.group_timeout_s
+        open_ns, most = moment.now_ns - group.dispatched_ns, rules.group_timeout_s
         if most is None or open_ns < int(most * 1e9):
             expected = "no bound" if most is None else f"{most:g} s"
-            self._wrong(seen.group, f"expires in {where} too early", expected, f"{open_ns / 1e9} s")
+            self._wrong(
+                expiry.group, f"expires in {where} too early", expected, f"{open_ns / 1e9} s"
+            )
         return group
 
     def _stop(self, where: str) -> None:
@@ -461,7 +471,9 @@ def _kind(decision: AnyDecision) -> str:
 
 
 def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
-    names = [one for one in first.__struct_fields__ if getattr(first, one) != getattr(second, one)]
+    names = [
+        name for name in first.__struct_fields__ if getattr(first, name) != getattr(second, name)
+    ]
     values = [
         ", ".join(f"{name} {getattr(spec, name)}" for name in names) for spec in (first, second)
     ]
@@ -482,9 +494,9 @@ def check_spec(decision: Dispatch, before: Counter[str], ledger: Booked, config:
     started, spec = ledger.started, decision.spec
     assert started is not None
     findings, who = ledger.findings, spec.group
-    wanted = _expected(decision, started, config, before)
-    findings.looked["decisions"] += len(wanted)
-    for name, expected in wanted.items():
+    fields = _expected(decision, started, config, before)
+    findings.looked["decisions"] += len(fields)
+    for name, expected in fields.items():
         if (found := getattr(spec, name)) != expected:
             message = f"is dispatched with a wrong {name.replace('_', ' ')}"
             findings.add("decisions", who, message, expected=expected, found=found)
@@ -504,7 +516,9 @@ def _expected(
 ) -> dict[str, int | str]:
     spec = decision.spec
     seed, ordinal = started.seed, before[spec.purpose]
-    evaluated = {one.name: one for one in config.evaluations}.get(spec.evaluation)
+    evaluated = {evaluation.name: evaluation for evaluation in config.evaluations}.get(
+        spec.evaluation
+    )
     train = spec.purpose == "train"
     task = _task(config, before) if train else config.task_of(evaluated or config.evaluation)
     source = identity.source_of(spec.purpose, task.name if train else spec.evaluation)
@@ -526,12 +540,12 @@ def _expected(
             "seed": identity.group_seed(seed, "eval", spec.index),
             "size": (evaluated or config.evaluation).group_size,
         }
-    place = before[source] + before[_skipped(spec)]
+    position = before[source] + before[_skipped(spec)]
     if task.sampler:
-        data_epoch, index = place // data.rows, max(0, min(spec.index, data.rows - 1))
+        data_epoch, index = position // data.rows, max(0, min(spec.index, data.rows - 1))
     else:
-        place += _in_turn(decision.skipped, seed, place, data.rows)
-        data_epoch, index = identity.prompt_index(seed, place, data.rows)
+        position += _in_turn(decision.skipped, seed, position, data.rows)
+        data_epoch, index = identity.prompt_index(seed, position, data.rows)
     return common | {
         "deadline": deadline_of(spec.version, config.staleness.max_staleness),
         "data_epoch": data_epoch,
@@ -542,14 +556,16 @@ def _expected(
     }
 
 
-def _in_turn(skipped: Sequence[int], seed: int, place: int, rows: int) -> int:
+def _in_turn(skipped: Sequence[int], seed: int, position: int, rows: int) -> int:
     """Return how many of these rows match the order from `schedule` on."""
-    turns = (identity.prompt_index(seed, place + one, rows)[1] for one in range(len(skipped)))
-    return sum(one == other for one, other in zip(skipped, turns, strict=True))
+    turns = (
+        identity.prompt_index(seed, position + index, rows)[1] for index in range(len(skipped))
+    )
+    return sum(row == other for row, other in zip(skipped, turns, strict=True))
 
 
 def _task(config: Config, before: Counter[str]) -> Task:
     """Return the next task by the ratios."""
-    shares = identity.whole_shares(tuple(one.ratio for one in config.tasks))
-    given = [before[identity.source_of("train", one.name)] for one in config.tasks]
+    shares = identity.whole_shares(tuple(task.ratio for task in config.tasks))
+    given = [before[identity.source_of("train", task.name)] for task in config.tasks]
     return config.tasks[identity.next_task(shares, given)]

@@ -86,8 +86,8 @@ class Split:
     @property
     def total(self) -> Numbers:
         """log pi_s - log q_w, plus routing."""
-        found = self.staleness + self.numerics + self.sampling
-        return found if self.routing is None else found + self.routing
+        total = self.staleness + self.numerics + self.sampling
+        return total if self.routing is None else total + self.routing
 
     @property
     def trained(self) -> Numbers:
@@ -155,8 +155,10 @@ class Mismatch:
             "step": self.step,
             "trajectories": self.trajectories,
             "tokens": self.tokens,
-            "causes": {one.cause: _plain(one) for one in self.metrics},
-            "by_staleness": {str(key): _plain(one) for key, one in self.by_staleness.items()},
+            "causes": {figures.cause: _plain(figures) for figures in self.metrics},
+            "by_staleness": {
+                str(key): _plain(figures) for key, figures in self.by_staleness.items()
+            },
             "tokenization": None if retokenized is None else _plain(retokenized),
             **({} if self.rerouted is None else {"rerouted": _plain(self.rerouted)}),
         }
@@ -169,16 +171,23 @@ def measure(
 
     Raises PolicyError for unusable weights, and what `weights_of` raises.
     """
-    trajectories = [one for group in batch.groups for one in group.trajectories if one.sampled]
+    trajectories = [
+        trajectory
+        for group in batch.groups
+        for trajectory in group.trajectories
+        if trajectory.sampled
+    ]
     now = {batch.step: list(range(len(trajectories)))}
-    wanted = {place: _versions(one) for place, one in enumerate(trajectories)}
-    for place, versions in wanted.items():
+    sampled_by = {index: _versions(trajectory) for index, trajectory in enumerate(trajectories)}
+    for index, versions in sampled_by.items():
         for version in set(versions.tolist()):
-            now.setdefault(version, []).append(place)
-    rows = [[(ids, mask) for ids, mask, _ in rows_of(one)] for one in trajectories]
-    again = [None if texts is None else encoded_again(one, texts) for one in trajectories]
-    changed = {place: row for place, row in enumerate(again) if row is not None}
-    then = [np.zeros(len(versions)) for versions in wanted.values()]
+            now.setdefault(version, []).append(index)
+    rows = [[(ids, mask) for ids, mask, _ in rows_of(trajectory)] for trajectory in trajectories]
+    again = [
+        None if texts is None else encoded_again(trajectory, texts) for trajectory in trajectories
+    ]
+    changed = {index: row for index, row in enumerate(again) if row is not None}
+    then = [np.zeros(len(versions)) for versions in sampled_by.values()]
     routes = _Routes(scorer, trajectories, rows)
     trained: list[Numbers] = []
     gaps: dict[int, float] = {}
@@ -189,23 +198,25 @@ def measure(
         scored = routes.scored(places)
         if version == batch.step:
             trained = scored
-        for place, values in zip(places, scored, strict=True):
-            own = wanted[place] == version
-            then[place][own] = values[own]
-        routes.compare({place: wanted[place] == version for place in places}, then)
-        mine = [place for place in places if place in changed and (wanted[place] == version).all()]
-        again_scored = _scored(scorer, [changed[place] for place in mine])
-        for place, one in zip(mine, again_scored, strict=True):
-            gaps[place] = float(np.sum(one) - np.sum(then[place]))
+        for index, values in zip(places, scored, strict=True):
+            own = sampled_by[index] == version
+            then[index][own] = values[own]
+        routes.compare({index: sampled_by[index] == version for index in places}, then)
+        mine = [
+            index for index in places if index in changed and (sampled_by[index] == version).all()
+        ]
+        again_scored = _scored(scorer, [changed[index] for index in mine])
+        for index, scores in zip(mine, again_scored, strict=True):
+            gaps[index] = float(np.sum(scores) - np.sum(then[index]))
     splits = [
         split(
-            one,
+            trajectory,
             batch.step,
-            trained=trained[place],
-            then=then[place],
-            routing=routes.gaps[place] if routes.there else None,
+            trained=trained[index],
+            then=then[index],
+            routing=routes.gaps[index] if routes.there else None,
         )
-        for place, one in enumerate(trajectories)
+        for index, trajectory in enumerate(trajectories)
     ]
     retokenized = None if texts is None else _retokenized(trajectories, changed, gaps)
     return report(batch.step, splits, retokenized, routes.rerouted)
@@ -217,11 +228,11 @@ class _Routes:
     ) -> None:
         self._scorer, self._rows = scorer, rows
         self._choices = [
-            [choices_of(one, number) for number in range(len(of_one))]
-            for one, of_one in zip(trajectories, rows, strict=True)
+            [choices_of(trajectory, number) for number in range(len(of_one))]
+            for trajectory, of_one in zip(trajectories, rows, strict=True)
         ]
-        self.there = any(one.routed_experts is not None for one in trajectories)
-        self.gaps = [np.zeros(len(counted_places(one))) for one in trajectories]
+        self.there = any(trajectory.routed_experts is not None for trajectory in trajectories)
+        self.gaps = [np.zeros(len(counted_places(trajectory))) for trajectory in trajectories]
         self._seen = self._differing = 0
 
     @property
@@ -229,32 +240,32 @@ class _Routes:
         return Rerouted(choices=self._seen, differing=self._differing) if self.there else None
 
     def scored(self, places: Sequence[int]) -> list[Numbers]:
-        rows = [self._rows[place] for place in places]
+        rows = [self._rows[index] for index in places]
         return self._through(places)[0] if self.there else _scored(self._scorer, rows)
 
     def compare(self, own: Mapping[int, np.ndarray[Any, Any]], then: Sequence[Numbers]) -> None:
         """Compare the routers' own choices; `then` has the log-probs with recorded experts."""
-        places = [place for place, mine in own.items() if mine.any()]
+        places = [index for index, mine in own.items() if mine.any()]
         if not self.there or not places:
             return
-        _, differing, seen = self._through(places)
+        _, differing, compared = self._through(places)
         self._differing += differing
-        self._seen += seen
-        free = _scored(self._scorer, [self._rows[place] for place in places])
-        for place, values in zip(places, free, strict=True):
-            self.gaps[place][own[place]] = (values - then[place])[own[place]]
+        self._seen += compared
+        free = _scored(self._scorer, [self._rows[index] for index in places])
+        for index, values in zip(places, free, strict=True):
+            self.gaps[index][own[index]] = (values - then[index])[own[index]]
 
     def _through(self, places: Sequence[int]) -> tuple[list[Numbers], int, int]:
-        rows = [row for place in places for row in self._rows[place]]
-        choices = [one for place in places for one in self._choices[place]]
-        found, differing, seen = self._scorer.score_through(rows, choices)
-        following = iter(found)
-        sizes = [len(self._rows[place]) for place in places]
-        return [_joined(islice(following, size)) for size in sizes], differing, seen
+        rows = [row for index in places for row in self._rows[index]]
+        choices = [choice for index in places for choice in self._choices[index]]
+        scores, differing, compared = self._scorer.score_through(rows, choices)
+        following = iter(scores)
+        sizes = [len(self._rows[index]) for index in places]
+        return [_joined(islice(following, size)) for size in sizes], differing, compared
 
 
 def _joined(contexts: Iterable[Sequence[float]]) -> Numbers:
-    return _join([np.array(one) for one in contexts])
+    return _join([np.array(values) for values in contexts])
 
 
 def _scored(scorer: Scorer, trajectories: Sequence[Sequence[Row]]) -> list[Numbers]:
@@ -281,7 +292,9 @@ def split(
     versions = _versions(trajectory)
     return Split(
         trajectory=trajectory.trajectory,
-        stale=np.array([staleness_of(step, one) for one in versions.tolist()], dtype=np.int64),
+        stale=np.array(
+            [staleness_of(step, version) for version in versions.tolist()], dtype=np.int64
+        ),
         staleness=trained - then,
         numerics=then - recorded,
         sampling=recorded - sampler,
@@ -297,11 +310,11 @@ def report(
 ) -> Mismatch:
     """Aggregate a batch."""
     causes = CAUSES if rerouted is None else (*CAUSES, ROUTING)
-    joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in causes}
-    total = _join([one.total for one in splits])
-    stale = np.concatenate([one.stale for one in splits]) if splits else np.zeros(0, np.int64)
+    joined = {cause: _join([getattr(part, cause) for part in splits]) for cause in causes}
+    total = _join([part.total for part in splits])
+    stale = np.concatenate([part.stale for part in splits]) if splits else np.zeros(0, np.int64)
     metrics = [metrics_of(cause, joined[cause], total) for cause in causes]
-    metrics.append(metrics_of("trained", _join([one.trained for one in splits]), total))
+    metrics.append(metrics_of("trained", _join([part.trained for part in splits]), total))
     metrics.append(metrics_of("all", total, total))
     by_staleness = {
         age: metrics_of(f"staleness {age}", joined["staleness"][stale == age], None)
@@ -338,37 +351,41 @@ def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
     Prompts, environment texts and shared tokens stay as recorded.
     """
     own, contexts = np.asarray(trajectory.token_ids).tolist(), trajectory.meta.contexts
-    found: list[Row] = []
+    rows: list[Row] = []
     for number, (first, last) in enumerate(bounds(contexts, trajectory.length)):
         ids = tokens_before(trajectory, first) if number else []
         mask = [0] * len(ids)
-        inside = [one for one in trajectory.segments if first <= one.start and one.end <= last]
+        inside = [
+            segment
+            for segment in trajectory.segments
+            if first <= segment.start and segment.end <= last
+        ]
         for start, end, sampled in stretches(inside):
             part = own[start:end]
             if sampled:
                 part = texts.again(part)
             ids += part
             mask += [int(sampled)] * len(part)
-        found.append((ids, mask))
+        rows.append((ids, mask))
     equal = all(
-        ids == list(row[0]) for (ids, _), row in zip(found, rows_of(trajectory), strict=True)
+        ids == list(row[0]) for (ids, _), row in zip(rows, rows_of(trajectory), strict=True)
     )
-    return None if equal else found
+    return None if equal else rows
 
 
 def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
     """Return (start, end, sampled by the policy); joins a turn's segments, since text is encoded
     whole."""
-    found: list[tuple[int, int, bool]] = []
+    pieces: list[tuple[int, int, bool]] = []
     turn = -1
-    for one in segments:
-        sampled = one.kind == "model"
-        if found and sampled and found[-1][2] and one.turn == turn:
-            found[-1] = (found[-1][0], one.end, True)
+    for segment in segments:
+        sampled = segment.kind == "model"
+        if pieces and sampled and pieces[-1][2] and segment.turn == turn:
+            pieces[-1] = (pieces[-1][0], segment.end, True)
         else:
-            found.append((one.start, one.end, sampled))
-        turn = one.turn
-    return found
+            pieces.append((segment.start, segment.end, sampled))
+        turn = segment.turn
+    return pieces
 
 
 def _retokenized(
@@ -377,16 +394,18 @@ def _retokenized(
     gaps: Mapping[int, float],
 ) -> Retokenized:
     after = 0
-    for place, rows in changed.items():
-        for (ids, _), (own, mask, _) in zip(rows, rows_of(trajectories[place]), strict=True):
+    for index, rows in changed.items():
+        for (ids, _), (own, mask, _) in zip(rows, rows_of(trajectories[index]), strict=True):
             pairs = enumerate(zip(own, ids, strict=False))
-            first = next((at for at, (a, b) in pairs if a != b), min(len(own), len(ids)))
+            first = next(
+                (position for position, (a, b) in pairs if a != b), min(len(own), len(ids))
+            )
             after += int(sum(mask[first:]))
     values = np.array(list(gaps.values()))
     return Retokenized(
         trajectories=len(trajectories),
         differing=len(changed),
-        tokens=sum(one.sampled for one in trajectories),
+        tokens=sum(trajectory.sampled for trajectory in trajectories),
         tokens_after=after,
         logprob_mean=float(values.mean()) if len(values) else None,
         logprob_largest=float(np.abs(values).max()) if len(values) else None,
@@ -394,16 +413,16 @@ def _retokenized(
 
 
 def _chosen(values: Sequence[float | None], counted: np.ndarray[Any, Any]) -> Numbers:
-    return np.array([values[at] for at in counted.tolist()], dtype=np.float64)
+    return np.array([values[index] for index in counted.tolist()], dtype=np.float64)
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    whole = np.full(len(trajectory.token_ids), trajectory.version, dtype=np.int64)
-    for one in trajectory.segments:
-        if one.kind == "model":
-            whole[one.start : one.end] = one.version
-    found: np.ndarray[tuple[int], np.dtype[np.int64]] = whole[counted_places(trajectory)]
-    return found
+    versions = np.full(len(trajectory.token_ids), trajectory.version, dtype=np.int64)
+    for segment in trajectory.segments:
+        if segment.kind == "model":
+            versions[segment.start : segment.end] = segment.version
+    sampled: np.ndarray[tuple[int], np.dtype[np.int64]] = versions[counted_places(trajectory)]
+    return sampled
 
 
 def _join(parts: Sequence[Numbers]) -> Numbers:

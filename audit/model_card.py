@@ -21,22 +21,22 @@ _SAMPLING: Final = frozenset({"do_sample", "temperature", "top_p", "top_k", "min
 
 
 def generation_config(
-    known: Mapping[str, Any], sampling: Sampling, stop_ids: Collection[int]
+    model_config: Mapping[str, Any], sampling: Sampling, stop_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return the model's own config (`known`) with the run's stop tokens and sampling."""
-    found = {key: value for key, value in known.items() if key not in _SAMPLING}
+    """Return the model's own config (`model_config`) with the run's stop tokens and sampling."""
+    generation = {key: value for key, value in model_config.items() if key not in _SAMPLING}
     if stop_ids:
-        found["eos_token_id"] = sorted(stop_ids)
-    found["max_new_tokens"] = sampling.max_tokens
+        generation["eos_token_id"] = sorted(stop_ids)
+    generation["max_new_tokens"] = sampling.max_tokens
     if not sampling.temperature:
-        return {**found, "do_sample": False}
-    found |= {
+        return {**generation, "do_sample": False}
+    generation |= {
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,  # 0 disables it; their default is 50
     }
-    return found | ({"min_p": sampling.min_p} if sampling.min_p else {})
+    return generation | ({"min_p": sampling.min_p} if sampling.min_p else {})
 
 
 def write_beside(
@@ -45,8 +45,8 @@ def write_beside(
     """Write both files. Raises ResourceError."""
     path = directory / GENERATION
     try:
-        known = json.loads(path.read_bytes()) if path.is_file() else {}
-        generation = generation_config(known, config.sampling, stop_ids)
+        model_config = json.loads(path.read_bytes()) if path.is_file() else {}
+        generation = generation_config(model_config, config.sampling, stop_ids)
         path.write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
         (directory / CARD).write_text(model_card(catalogue, config, version))
     except (OSError, ValueError) as error:
@@ -70,9 +70,15 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
         parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in metrics.items()])]
     evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
     rows = [
-        (one.evaluation or "-", one.version, name, f"{value.value:.4f}", _between(value))
-        for one in evaluated
-        for name, value in one.metrics.items()
+        (
+            evaluation.evaluation or "-",
+            evaluation.version,
+            name,
+            f"{value.value:.4f}",
+            _between(value),
+        )
+        for evaluation in evaluated
+        for name, value in evaluation.metrics.items()
     ]
     if rows:
         columns = ("evaluation", "version", "figure", "value", "95 % interval over prompts")
@@ -81,8 +87,8 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _between(one: Interval) -> str:
-    return f"{one.low:.4f} to {one.high:.4f}"
+def _between(interval: Interval) -> str:
+    return f"{interval.low:.4f} to {interval.high:.4f}"
 
 
 def _origin(
@@ -104,7 +110,7 @@ def _origin(
         yield "evaluation data", f"{run['eval_rows']} rows, `{run['eval_digest']}`"
     workers = catalogue.records("select * from workers")
     for what, column in (("rewards", "reward_digest"), ("chat template", "template_digest")):
-        for digest in sorted({one[column] for one in workers if one.get(column)}):
+        for digest in sorted({worker[column] for worker in workers if worker.get(column)}):
             yield what, f"`{digest}`"
     yield "configuration", f"`{run['config_digest']}`, seed {run['seed']}"
 
@@ -125,5 +131,8 @@ def _made_again(name: str, version: int) -> Iterator[str]:
 def _table(columns: Sequence[str], rows: Collection[Any] | Iterator[Any]) -> str:
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     return "\n".join(
-        [*lines, *(f"| {' | '.join(str(one).replace('|', '/') for one in row)} |" for row in rows)]
+        [
+            *lines,
+            *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows),
+        ]
     )

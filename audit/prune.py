@@ -59,7 +59,7 @@ class PrunePlan:
 
     @property
     def freed_bytes(self) -> int:
-        return sum(one.file.bytes for one in self.candidates)
+        return sum(candidate.file.bytes for candidate in self.candidates)
 
 
 def plan_prune(
@@ -97,14 +97,14 @@ def plan_prune(
         stays = retained(commits, (len(commits),), every) | history.references | set(keep)
         versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
-    gone = set(range(history.next_step + 1)) - kept - {0}
+    dropped = set(range(history.next_step + 1)) - kept - {0}
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))
     return PrunePlan(
         candidates=candidates,
         versions=versions,
-        note=f"not kept: {rebuild_note(topics.run, gone)}" if gone else "",
+        note=f"not kept: {rebuild_note(topics.run, dropped)}" if dropped else "",
         files=len(listed),
-        bytes=sum(one.bytes for one in listed),
+        bytes=sum(file.bytes for file in listed),
     )
 
 
@@ -119,7 +119,7 @@ def prune(
         record = VersionsDropped(at_ns=clock.wall_ns(), user=user, versions=plan.versions)
         with closing(bus.writer()) as writer:
             writer.append([Append(topic=topics.control, key=b"user", value=encode(record))])
-    return sum(store.remove(one.file) for one in plan.candidates)
+    return sum(store.remove(candidate.file) for candidate in plan.candidates)
 
 
 def _candidates(
@@ -197,22 +197,25 @@ def plan_blobs(
     """
     listed = store.blobs()
     latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
-    ours = (one for one in listed if _OURS.fullmatch(_last(one)))
-    old = [one for one in ours if 0 < one.modified_ns <= latest_ns]
+    ours = (blob for blob in listed if _OURS.fullmatch(_last(blob)))
+    old = [blob for blob in ours if 0 < blob.modified_ns <= latest_ns]
     candidates: tuple[PruneCandidate, ...] = ()
     note = ""
     if old:
         try:
             named = set(_named_in_log(bus, topics))
             candidates = tuple(
-                PruneCandidate(file=one, why="unreferenced")
-                for one in old
-                if _last(one) not in named
+                PruneCandidate(file=blob, why="unreferenced")
+                for blob in old
+                if _last(blob) not in named
             )
         except LogTruncated as error:
             note = f"{len(old)} blobs are left as they are: {error.message}"
     return PrunePlan(
-        candidates=candidates, files=len(listed), bytes=sum(one.bytes for one in listed), note=note
+        candidates=candidates,
+        files=len(listed),
+        bytes=sum(blob.bytes for blob in listed),
+        note=note,
     )
 
 
@@ -220,9 +223,13 @@ def prune_blobs(store: PolicyStore, plan: PrunePlan) -> int:
     """Delete the planned blobs that were not rewritten; return their number."""
     if not plan.candidates:
         return 0
-    times = {one.name: one.modified_ns for one in store.blobs()}
-    same = [one for one in plan.candidates if times.get(one.file.name) == one.file.modified_ns]
-    return sum(store.remove(one.file) for one in same)
+    times = {blob.name: blob.modified_ns for blob in store.blobs()}
+    same = [
+        candidate
+        for candidate in plan.candidates
+        if times.get(candidate.file.name) == candidate.file.modified_ns
+    ]
+    return sum(store.remove(candidate.file) for candidate in same)
 
 
 def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
@@ -237,5 +244,5 @@ def _named(records: Iterator[Record]) -> Iterator[str]:
     return filter(None, map(blob_of, records))
 
 
-def _last(one: Listed) -> str:
-    return one.name.rpartition("/")[2]
+def _last(blob: Listed) -> str:
+    return blob.name.rpartition("/")[2]

@@ -71,7 +71,7 @@ def horizon_of(bus: Bus, topics: Topics) -> Horizon:
 
 
 def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
-    partitions = [TopicPartition(topic, one) for one in range(bus.partitions(topic))]
+    partitions = [TopicPartition(topic, partition) for partition in range(bus.partitions(topic))]
     return {tp: bus.end(tp) for tp in partitions}
 
 
@@ -100,14 +100,14 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
 
 
 def trajectories_of(
-    log: OpenLog, left: dict[tuple[int, int], LoggedRecord], damage: Damage
+    log: OpenLog, expected: dict[tuple[int, int], LoggedRecord], damage: Damage
 ) -> Iterator[Trajectory]:
-    """Yield these trajectories in one pass, checked against control; empties `left`."""
+    """Yield these trajectories in one pass, checked against control; empties `expected`."""
     for record in records_of(log.bus, ends_of(log.bus, log.topics.trajectories)):
-        named = left.pop((record.partition, record.offset), None)
+        named = expected.pop((record.partition, record.offset), None)
         if named is not None and damage.is_sound(record, named):
             yield logged_trajectory(record, named)
-    damage.look_for_the_rest(left)
+    damage.look_for_the_rest(expected)
 
 
 def named_records(
@@ -117,19 +117,19 @@ def named_records(
     places: dict[int, dict[int, LoggedRecord]] = {}
     for row in rows:
         places.setdefault(row.partition, {})[row.offset] = row
-    for partition, left in sorted(places.items()):
-        at = TopicPartition(log.topics.trajectories, partition)
-        for record in records_at(log.bus, at, list(left)):
-            if damage.is_sound(record, named := left.pop(record.offset)):
+    for partition, expected in sorted(places.items()):
+        source = TopicPartition(log.topics.trajectories, partition)
+        for record in records_at(log.bus, source, list(expected)):
+            if damage.is_sound(record, named := expected.pop(record.offset)):
                 yield record, named
-        damage.look_for_the_rest({(partition, offset): row for offset, row in left.items()})
+        damage.look_for_the_rest({(partition, offset): row for offset, row in expected.items()})
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:
     """Return the places of dead letters."""
-    found: set[Buried] = set()
+    buried: set[Buried] = set()
     for record in records_of(bus, ends_of(bus, topics.dead_letters)):
         with suppress(SchemaError):
             letter = decode_dead_letter(record.value, record.headers)
-            found.add((letter.topic, letter.partition, letter.offset))
-    return frozenset(found)
+            buried.add((letter.topic, letter.partition, letter.offset))
+    return frozenset(buried)

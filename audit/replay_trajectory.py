@@ -95,21 +95,23 @@ def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
     Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: 5..12 and 12..20.
     """
     size, mask, meta = trajectory.length, trajectory.loss_mask, trajectory.meta
-    points = sorted({*meta.prefills, *(one.start for one in meta.calls if one.end > one.start)})
-    edges = sorted({*(one.start for one in meta.contexts), *(one.end for one in meta.calls), size})
-    found: list[PrefillSegment] = []
-    for place, start in enumerate(points):
+    points = sorted({*meta.prefills, *(call.start for call in meta.calls if call.end > call.start)})
+    edges = sorted(
+        {*(context.start for context in meta.contexts), *(call.end for call in meta.calls), size}
+    )
+    segments: list[PrefillSegment] = []
+    for index, start in enumerate(points):
         end = start
-        following = points[place + 1] if place + 1 < len(points) else size
+        following = points[index + 1] if index + 1 < len(points) else size
         limit = min(following, next((edge for edge in edges if edge > start), size))
         while end < limit and mask[end]:
             end += 1
-        last = place + 1 == len(points)
+        last = index + 1 == len(points)
         if end > start and meta.calls:
-            found.append(_of_call(trajectory, start, end))
+            segments.append(_of_call(trajectory, start, end))
         elif end > start:
             taken = meta.finish == "error" if last else end == following and end not in edges
-            found.append(
+            segments.append(
                 PrefillSegment(
                     start=start,
                     end=end,
@@ -118,17 +120,17 @@ def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
                     finish=meta.finish if last and meta.finish in ("stop", "length") else None,
                 )
             )
-    covered = sum(segment.end - segment.start for segment in found)
+    covered = sum(segment.end - segment.start for segment in segments)
     if covered != trajectory.sampled:
         raise InvariantBroken(
             f"{trajectory.trajectory}: its prefill points {points} do not lead to "
             f"{trajectory.sampled} sampled tokens"
         )
-    return found
+    return segments
 
 
 def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
-    calls = [one for one in trajectory.meta.calls if one.start <= start and end <= one.end]
+    calls = [call for call in trajectory.meta.calls if call.start <= start and end <= call.end]
     if len(calls) != 1:
         raise InvariantBroken(f"{trajectory.trajectory}: tokens {start} to {end} are of no call")
     (call,) = calls
@@ -146,57 +148,64 @@ def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
 def _turn_start(trajectory: Trajectory, start: int) -> int:
     contexts = trajectory.meta.contexts
     first, end = bounds(contexts, trajectory.length)[context_at(contexts, start)]
-    model = [one for one in trajectory.segments if one.kind == "model" and first <= one.start < end]
-    turn = next(one.turn for one in model if one.start <= start < one.end)
-    return min(one.start for one in model if one.turn == turn)
+    model = [
+        segment
+        for segment in trajectory.segments
+        if segment.kind == "model" and first <= segment.start < end
+    ]
+    turn = next(segment.turn for segment in model if segment.start <= start < segment.end)
+    return min(segment.start for segment in model if segment.turn == turn)
 
 
 def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
-    found = {
-        one.version
-        for one in trajectory.segments
-        if one.kind == "model" and one.start < end and one.end > start
+    versions = {
+        segment.version
+        for segment in trajectory.segments
+        if segment.kind == "model" and segment.start < end and segment.end > start
     }
-    if len(found) != 1:
+    if len(versions) != 1:
         who = f"{trajectory.trajectory}: tokens {start} to {end}, after one prefill,"
-        raise InvariantBroken(f"{who} were sampled by versions {sorted(found)}")
-    return found.pop()
+        raise InvariantBroken(f"{who} were sampled by versions {sorted(versions)}")
+    return versions.pop()
 
 
 def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
     """Return random trajectories that count, evaluations included. Raises UsageError if there are
     none."""
-    found = catalogue.query(
+    rows = catalogue.query(
         "select trajectory_id from trajectories where finish <> 'error' order by 1"
     )
-    if not found:
+    if not rows:
         raise UsageError("no trajectory was logged yet")
-    names = [name for (name,) in found]
+    names = [name for (name,) in rows]
     return sorted(random.Random(seed).sample(names, min(count, len(names))))
 
 
 def engines_of(
-    bus: Bus, topics: Topics, catalogue: Catalogue, wanted: Sequence[str]
+    bus: Bus, topics: Topics, catalogue: Catalogue, trajectories: Sequence[str]
 ) -> dict[str, list[str]]:
     """Return trajectories by engine.
 
     Raises UsageError for an id without a record or with several engines, whose random streams
     differ.
     """
-    found: dict[str, list[str]] = {}
+    by_engine: dict[str, list[str]] = {}
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
-    for name in sorted(wanted):
+    for name in sorted(trajectories):
         segments = recorded_trajectory(bus, topics, catalogue, name).segments
-        incarnations = {one.incarnation for one in segments if one.kind == "model"}
+        incarnations = {segment.incarnation for segment in segments if segment.kind == "model"}
         engines = sorted({engine_of[incarnation] for incarnation in incarnations})
         if len(engines) > 1:
             raise UsageError(f"{name} was sampled by several engines: {', '.join(engines)}")
-        found.setdefault(engines[0] if engines else "", []).append(name)
-    return found
+        by_engine.setdefault(engines[0] if engines else "", []).append(name)
+    return by_engine
 
 
 def joins_of(bus: Bus, topics: Topics, catalogue: Catalogue) -> Iterator[WorkerJoined]:
-    offsets = [one for (one,) in catalogue.query("select incarnation from workers order by 1")]
+    offsets = [
+        incarnation
+        for (incarnation,) in catalogue.query("select incarnation from workers order by 1")
+    ]
     for record in records_at(bus, TopicPartition(topics.control, 0), offsets):
         if isinstance(fact := decode_control(record.value), WorkerJoined):
             yield fact
@@ -208,7 +217,7 @@ def regenerate(
     store: PolicyStore | Path,
     catalogue: Catalogue,
     engine: Engine,
-    wanted: Sequence[str],
+    trajectories: Sequence[str],
     params: Mapping[str, SamplingParams],
     *,
     weights_of: Callable[[int], Path] | None = None,
@@ -224,7 +233,7 @@ def regenerate(
         if logged_config(json.loads(config)).lora.rank:  # base of the adapters
             engine.load(store.weights(first), version=0, digest=first)
             engine.drop(0)
-    recorded = [recorded_trajectory(bus, topics, catalogue, name) for name in sorted(wanted)]
+    recorded = [recorded_trajectory(bus, topics, catalogue, name) for name in sorted(trajectories)]
 
     def weights(version: int, digest: str) -> Path:
         return store.weights(digest) if weights_of is None else weights_of(version)
@@ -241,8 +250,12 @@ def generate_again(
     """Regenerate given trajectories; `weights` maps version and digest to a file. Raises
     PolicyError."""
     open_ = [
-        _Run(recorded=one, params=params[one.meta.source], left=deque(prefill_segments(one)))
-        for one in recorded
+        _Run(
+            recorded=trajectory,
+            params=params[trajectory.meta.source],
+            left=deque(prefill_segments(trajectory)),
+        )
+        for trajectory in recorded
     ]
     for version in sorted({segment.version for run in open_ for segment in run.left}):
         runs = [run for run in open_ if run.left and run.left[0].version == version]
@@ -256,18 +269,18 @@ def generate_again(
     yield from (_result(run) for run in open_)  # no sampled tokens
 
 
-def raise_if_different(found: Regenerated) -> None:
+def raise_if_different(result: Regenerated) -> None:
     """Raise ReplayDiverged unless bit-equal."""
-    if not found.equal:
-        raise ReplayDiverged(f"{found.trajectory}: {found.difference}")
+    if not result.equal:
+        raise ReplayDiverged(f"{result.trajectory}: {result.difference}")
 
 
 def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
     """Return the record that counts. Raises UsageError without one."""
-    found = counting_record(catalogue, name)
-    if found is None:
+    record = counting_record(catalogue, name)
+    if record is None:
         raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
-    return found
+    return record
 
 
 def recorded_trajectory(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
@@ -278,8 +291,8 @@ def recorded_trajectory(bus: Bus, topics: Topics, catalogue: Catalogue, name: st
 
 
 def _digest_of(trajectory: Trajectory, version: int) -> str:
-    others = {one.version: one.digest for one in trajectory.meta.weights}
-    digest = others.get(version, trajectory.digest if version == trajectory.version else "")
+    digests = {sampler.version: sampler.digest for sampler in trajectory.meta.weights}
+    digest = digests.get(version, trajectory.digest if version == trajectory.version else "")
     if not digest:
         raise InvariantBroken(f"{trajectory.trajectory} names no weights for version {version}")
     return digest
@@ -362,27 +375,27 @@ def _ended(run: _Run, event: RequestFinished | None) -> bool:
 def _compare(run: _Run, segment: PrefillSegment) -> str:
     size, recorded = segment.end - segment.start, run.recorded
     ids = list(recorded.token_ids[segment.start : segment.end])
-    made = run.ids if segment.whole else run.ids[:size]
-    for place, (found, expected) in enumerate(zip(made, ids, strict=False)):
+    sampled = run.ids if segment.whole else run.ids[:size]
+    for index, (found, expected) in enumerate(zip(sampled, ids, strict=False)):
         if found != expected:
-            return f"token {segment.start + place} is {found}, recorded is {expected}"
-    if len(made) != size:
-        return f"{len(made)} tokens after the prefill at {segment.start}, recorded are {size}"
+            return f"token {segment.start + index} is {found}, recorded is {expected}"
+    if len(sampled) != size:
+        return f"{len(sampled)} tokens after the prefill at {segment.start}, recorded are {size}"
     pairs = (("logprobs", run.logprobs), ("sampler_logprobs", run.sampler))
     for name, values in pairs:
         expected_bits = _bits(getattr(recorded, name)[segment.start : segment.end])
         found_bits = _bits(values[:size])
         differing = np.nonzero(found_bits != expected_bits)[0]
         if len(differing):
-            place = int(differing[0])
-            was, now = getattr(recorded, name)[segment.start + place], values[place]
-            return f"{name}[{segment.start + place}] is {now!r}, recorded is {was!r}"
+            index = int(differing[0])
+            was, now = getattr(recorded, name)[segment.start + index], values[index]
+            return f"{name}[{segment.start + index}] is {now!r}, recorded is {was!r}"
     return _compare_routes(run, segment)
 
 
-def _context_start(recorded: Trajectory, place: int) -> int:
+def _context_start(recorded: Trajectory, position: int) -> int:
     """Return the context's first record offset, less its shared tokens."""
-    number = context_at(recorded.meta.contexts, place)
+    number = context_at(recorded.meta.contexts, position)
     start, _ = bounds(recorded.meta.contexts, recorded.length)[number]
     return start - recorded.meta.contexts[number - 1].shared if number else start
 
@@ -395,11 +408,11 @@ def _compare_routes(run: _Run, segment: PrefillSegment) -> str:
         return ""
     start = _context_start(run.recorded, segment.start)
     end = segment.end - start
-    found = run.routes.between(0, end)
-    if found is None or found.choices.shape[1:] != recorded.shape[1:]:
+    routes = run.routes.between(0, end)
+    if routes is None or routes.choices.shape[1:] != recorded.shape[1:]:
         return "the engine does not say through which experts, or has others"
     there = recorded[:end] != np.iinfo(recorded.dtype).max
-    differing = ((found.choices != recorded[:end]) & there).any((1, 2))
+    differing = ((routes.choices != recorded[:end]) & there).any((1, 2))
     if not differing.any():
         return ""
     return f"token {start + int(differing.argmax())} comes through other experts than recorded"

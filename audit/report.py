@@ -133,10 +133,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(line.groups for line in self.outcomes)
 
 
-def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
+def report_of(ledger: Ledger, fold: FoldCheck, results: Seen) -> AuditReport:
     findings = ledger.findings
     sums = ledger.accounts.summed()
-    staleness = {one: count for one, count in sorted(sums.staleness.items()) if count}
+    staleness = {staleness: count for staleness, count in sorted(sums.staleness.items()) if count}
     order = ["steps", *CHECKS]  # root cause first
     logged = ledger.accounts.records
     return AuditReport(
@@ -145,13 +145,13 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         rounds=ledger.rounds,
         steps=ledger.committed,
         versions=ledger.published,
-        adopted=tuple(one.step for one in ledger.adopted),
-        records=seen.records,
-        record_bytes=seen.bytes,
-        standings=dict(sorted(seen.standings.items())),
-        one_version_share=seen.one_version / logged if logged else None,
+        adopted=tuple(adoption.step for adoption in ledger.adopted),
+        records=results.records,
+        record_bytes=results.bytes,
+        standings=dict(sorted(results.standings.items())),
+        one_version_share=results.one_version / logged if logged else None,
         partial_rollout=ledger.partial_rollout,
-        versions_each=dict(sorted(seen.mixed.items())),
+        versions_each=dict(sorted(results.mixed.items())),
         outcomes=outcome_lines(sums),
         staleness=staleness,
         staleness_max=max(staleness, default=None),
@@ -165,7 +165,9 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         not_declared=not_declared(ledger),
         unknown_records=dict(ledger.unknown),
         checks=check_lines(ledger),
-        violations=tuple(sorted(findings.violations, key=lambda one: order.index(one.check))),
+        violations=tuple(
+            sorted(findings.violations, key=lambda violation: order.index(violation.check))
+        ),
         violations_total=findings.total,
         notes=(*findings.notes, *notes_of(ledger)),
     )
@@ -174,12 +176,12 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
 def notes_of(ledger: Ledger) -> list[str]:
     """Return notes, which are no violations."""
     notes = [
-        f"step {one.step}: its weights were adopted, not reproduced ({one.reason})"
-        for one in ledger.adopted
+        f"step {adoption.step}: its weights were adopted, not reproduced ({adoption.reason})"
+        for adoption in ledger.adopted
     ]
     notes += [
-        f"step {one.step}: batch {one.attempt} was not trained: {one.why}"
-        for one in ledger.not_trained
+        f"step {batch.step}: batch {batch.attempt} was not trained: {batch.why}"
+        for batch in ledger.not_trained
     ]
     notes += [
         f"{count} control records of a later kind: {kind}"
@@ -191,9 +193,9 @@ def notes_of(ledger: Ledger) -> list[str]:
 
 
 def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
-    findings, said = ledger.findings, dict(CHECKS)
+    findings, statements = ledger.findings, dict(CHECKS)
     if ledger.partial_rollout:
-        said["C1"] = MIXED
+        statements["C1"] = MIXED
     return tuple(
         CheckLine(
             check=check,
@@ -201,7 +203,7 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
             looked=findings.looked[check],
             violations=findings.count[check],
         )
-        for check, holds in said.items()
+        for check, holds in statements.items()
     )
 
 
@@ -229,12 +231,14 @@ def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
         LengthLine(
             low=bucket[0],
             high=bucket[1],
-            trajectories=sum(found.values()),
+            trajectories=sum(by_outcome.values()),
             tokens=sums.length_tokens[bucket],
-            outcomes={outcome: found[outcome] for outcome in SAMPLE_OUTCOMES if outcome in found},
-            trained_share=_share(found),
+            outcomes={
+                outcome: by_outcome[outcome] for outcome in SAMPLE_OUTCOMES if outcome in by_outcome
+            },
+            trained_share=_share(by_outcome),
         )
-        for bucket, found in sorted(outcomes.items())
+        for bucket, by_outcome in sorted(outcomes.items())
     )
 
 

@@ -94,16 +94,16 @@ class RoundReader:
         self._findings = findings
         self._horizon = horizon
         decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
-        at = self.cursor
-        records = records_of(bus, {control: horizon.control}, start=at.control_next)
-        self._facts = _Facts(records, horizon.control, findings, buried, at)
-        self._rounds = records_of(bus, {decisions: horizon.decisions}, start=at.decisions_next)
+        control_next, decisions_next = self.cursor.control_next, self.cursor.decisions_next
+        records = records_of(bus, {control: horizon.control}, start=control_next)
+        self._facts = _Facts(records, horizon.control, findings, buried, self.cursor)
+        self._rounds = records_of(bus, {decisions: horizon.decisions}, start=decisions_next)
 
     def rounds(self) -> Iterator[FoldedRound]:
         """Yield rounds; the cursor advances before each yield."""
-        at, findings = self.cursor, self._findings
+        cursor, findings = self.cursor, self._findings
         for record in self._rounds:
-            at.decisions_next = record.offset + 1
+            cursor.decisions_next = record.offset + 1
             try:
                 round_ = decode_round(record.value)
             except SchemaError as error:
@@ -114,10 +114,10 @@ class RoundReader:
                 who = f"round {round_.ordinal}"
                 findings.add("rounds", who, "has a key", expected="none", found=record.key)
             folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
-            _check_link(at, round_, folded, findings)
-            at.offset, at.sha256 = record.offset, sha256_hex(record.value)
-            if at.first[0] < 0 and folded:
-                at.first = folded[0].offset, sha256_hex(folded[0].value)
+            _check_link(cursor, round_, folded, findings)
+            cursor.offset, cursor.sha256 = record.offset, sha256_hex(record.value)
+            if cursor.first[0] < 0 and folded:
+                cursor.first = folded[0].offset, sha256_hex(folded[0].value)
             yield FoldedRound(offset=record.offset, round=round_, facts=folded)
 
     def rest(self) -> FoldedRound:
@@ -138,9 +138,9 @@ class _Facts:
         end: int,
         findings: Findings,
         buried: Collection[Buried],
-        at: Cursor,
+        cursor: Cursor,
     ) -> None:
-        self._at = at
+        self._cursor = cursor
         self._buried = buried
         self._records = records
         self._end = end
@@ -151,16 +151,16 @@ class _Facts:
         self._records.close()
 
     def below(self, position: int, who: str) -> tuple[Fact, ...]:
-        if position < self._at.control_next:
+        if position < self._cursor.control_next:
             self._findings.add(
                 "rounds",
                 who,
                 "goes back in control",
-                expected=f"control_next >= {self._at.control_next}",
+                expected=f"control_next >= {self._cursor.control_next}",
                 found=position,
             )
-        if position > self._end and not self._at.cut:
-            self._at.cut = True
+        if position > self._end and not self._cursor.cut:
+            self._cursor.cut = True
             self._findings.add(
                 "rounds",
                 who,
@@ -168,7 +168,7 @@ class _Facts:
                 expected=f"control_next <= {self._end}",
                 found=position,
             )
-        self._at.control_next = max(position, self._at.control_next)
+        self._cursor.control_next = max(position, self._cursor.control_next)
         taken: list[Fact] = []
         while self._next is not None and self._next.offset < position:
             taken.append(self._fact(self._next))
@@ -177,7 +177,7 @@ class _Facts:
 
     def rest(self, before: int) -> tuple[Fact, ...]:
         """Return unread events that refer to what was read."""
-        return self.below(max(before, self._at.control_next), "the end")
+        return self.below(max(before, self._cursor.control_next), "the end")
 
     def _fact(self, record: Record) -> Fact:
         decoded: AnyControl | Unknown | None = None
@@ -192,18 +192,20 @@ class _Facts:
         return Fact(offset=record.offset, key=record.key, value=record.value, record=decoded)
 
 
-def _check_link(at: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings) -> None:
-    who, first = f"round {round_.ordinal}", at.offset < 0
-    findings.same("rounds", who, "wrong ordinal", expected=at.round + 1, found=round_.ordinal)
-    if not first and round_.now_ns < at.now_ns:
-        found, floor = round_.now_ns, f">= {at.now_ns}"
+def _check_link(
+    cursor: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings
+) -> None:
+    who, first = f"round {round_.ordinal}", cursor.offset < 0
+    findings.same("rounds", who, "wrong ordinal", expected=cursor.round + 1, found=round_.ordinal)
+    if not first and round_.now_ns < cursor.now_ns:
+        found, floor = round_.now_ns, f">= {cursor.now_ns}"
         findings.add("rounds", who, "goes back in time", expected=floor, found=found)
-    if not first and round_.incarnation < at.incarnation:
-        found, floor = round_.incarnation, f">= {at.incarnation}"
+    if not first and round_.incarnation < cursor.incarnation:
+        found, floor = round_.incarnation, f">= {cursor.incarnation}"
         findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
     content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
-    chain = chain_of(at.chain, content, round_)
+    chain = chain_of(cursor.chain, content, round_)
     message = "the chain is broken: this round, or a control record it folds, was changed"
     findings.same("rounds", who, message, expected=chain, found=round_.chain)
-    at.round, at.now_ns = round_.ordinal, round_.now_ns
-    at.incarnation, at.chain = round_.incarnation, round_.chain
+    cursor.round, cursor.now_ns = round_.ordinal, round_.now_ns
+    cursor.incarnation, cursor.chain = round_.incarnation, round_.chain

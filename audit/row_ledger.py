@@ -26,7 +26,7 @@ class RowLedger:
     def ended(self, group: GroupHistory, config: Config) -> None:
         """Add an ended training group."""
         spec = group.spec
-        task = next(one for one in config.tasks if one.name == spec.task)
+        task = next(task for task in config.tasks if task.name == spec.task)
         if task.max_solve_rate is None:
             return
         rewards = group.rewards
@@ -52,17 +52,17 @@ class RowLedger:
         spec = decision.spec
         if task.max_solve_rate is None or task.sampler:
             return "it skips rows without a window" if decision.skipped else ""
-        strange = [one for one in decision.skipped if not self._solved(task, spec.source, one)]
+        strange = [row for row in decision.skipped if not self._solved(task, spec.source, row)]
         if strange:
             return f"row {strange[0]} is skipped and not solved"
         if not self._solved(task, spec.source, spec.index):
             return ""
-        others = (one for one in turns if not self._solved(task, spec.source, one))
-        if decision.skipped or (other := next(others, None)) is not None:
+        unsolved = (row for row in turns if not self._solved(task, spec.source, row))
+        if decision.skipped or (other := next(unsolved, None)) is not None:
             return f"row {spec.index} is solved" + ("" if decision.skipped else f", {other} is not")
         return ""
 
     def _solved(self, task: Task, source: str, row: int) -> bool:
-        found = self.rewards.get(f"{source}#{row}", [])
+        rewards = self.rewards.get(f"{source}#{row}", [])
         assert task.max_solve_rate is not None
-        return len(found) == SOLVED_GROUPS and min(found) >= task.max_solve_rate
+        return len(rewards) == SOLVED_GROUPS and min(rewards) >= task.max_solve_rate

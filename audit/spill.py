@@ -103,12 +103,12 @@ class _Table(Generic[K, T]):
 
     def fetch(self, key: K) -> T | None:
         number = self._number(key)
-        found = self._sql.execute(self._select, (number,)).fetchone() if number >= 0 else None
-        return None if found is None else self._codec.decode(zstandard.decompress(found[0]))
+        row = self._sql.execute(self._select, (number,)).fetchone() if number >= 0 else None
+        return None if row is None else self._codec.decode(zstandard.decompress(row[0]))
 
     def store(self, entries: Iterable[tuple[K, T]]) -> None:
         compress = zstandard.ZstdCompressor(level=1).compress
-        rows = [(self._number(key), compress(self._codec.encode(one))) for key, one in entries]
+        rows = [(self._number(key), compress(self._codec.encode(entry))) for key, entry in entries]
         self._sql.executemany(self._insert, rows)
 
 
@@ -117,13 +117,16 @@ class _Waiting:
         self._sql, self._codec = file.connection, _EntryCodec(Evidence)
 
     def put(self, pieces: Iterable[Evidence]) -> None:
-        rows = [(one.partition, one.offset, self._codec.encode(one)) for one in pieces]
+        rows = [
+            (evidence.partition, evidence.offset, self._codec.encode(evidence))
+            for evidence in pieces
+        ]
         self._sql.executemany("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
 
-    def pop(self, place: Place) -> Evidence | None:
+    def pop(self, key: Place) -> Evidence | None:
         sql = "DELETE FROM waiting WHERE part = ? AND position = ? RETURNING entry"
-        found = self._sql.execute(sql, place).fetchone()
-        return None if found is None else self._codec.decode(found[0])
+        row = self._sql.execute(sql, key).fetchone()
+        return None if row is None else self._codec.decode(row[0])
 
     def all(self) -> Iterator[Evidence]:
         rows = self._sql.execute("SELECT entry FROM waiting ORDER BY part, position")

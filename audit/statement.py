@@ -94,7 +94,9 @@ def _predicate(bus: Bus, topics: Topics, catalogue: Catalogue, version: int) -> 
     workers = set(
         catalogue.query(f"select distinct incarnation from records where {TRAINED}", [version])
     )
-    joined = [fact for at, fact in facts if isinstance(fact, WorkerJoined) and (at,) in workers]
+    joined = [
+        fact for offset, fact in facts if isinstance(fact, WorkerJoined) and (offset,) in workers
+    ]
     return {
         "run": started.run,
         "version": version,
@@ -112,13 +114,13 @@ def _predicate(bus: Bus, topics: Topics, catalogue: Catalogue, version: int) -> 
 
 
 def _facts(bus: Bus, topics: Topics) -> list[tuple[int, Control]]:
-    found: list[tuple[int, Control]] = []
+    facts: list[tuple[int, Control]] = []
     for record in records_of(bus, ends_of(bus, topics.control)):
         with suppress(SchemaError):
             fact = decode_control(record.value)
             if isinstance(fact, Control):
-                found.append((record.offset, fact))
-    return found
+                facts.append((record.offset, fact))
+    return facts
 
 
 def _log(
@@ -126,7 +128,9 @@ def _log(
 ) -> dict[str, Any]:
     last = last_round(bus, topics, bus.end(TopicPartition(topics.decisions, 0)))
     committed = (
-        at for at, fact in facts if isinstance(fact, StepCommitted) and fact.step + 1 == version
+        offset
+        for offset, fact in facts
+        if isinstance(fact, StepCommitted) and fact.step + 1 == version
     )
     if last is None or max(committed, default=0) >= last.control_next:
         raise UsageError(
@@ -140,11 +144,11 @@ def _code(
     started: RunStarted, facts: Sequence[tuple[int, Control]], joined: Sequence[WorkerJoined]
 ) -> dict[str, Any]:
     roles = [fact for _, fact in facts if isinstance(fact, RoleStarted)]
-    packages = {name: digest for one in joined for name, digest in one.packages.items()}
+    packages = {name: digest for worker in joined for name, digest in worker.packages.items()}
     return {
         "package": sorted({started.package, *_packages(roles), *_packages(joined)}),
         "planner": started.planner,
-        "engines": sorted({f"{one.engine} {one.engine_version}" for one in joined}),
+        "engines": sorted({f"{worker.engine} {worker.engine_version}" for worker in joined}),
         "taskPackages": dict(sorted(packages.items())),
     }
 
@@ -155,49 +159,53 @@ def _packages(facts: Sequence[RoleStarted | WorkerJoined]) -> set[str]:
 
 def _data(started: RunStarted) -> list[dict[str, Any]]:
     names = started.datasets or ("train", "eval")
-    found = ((name, started.data(name)) for name in sorted(names))
+    datasets = ((name, started.data(name)) for name in sorted(names))
     return [
         {"name": name, "rows": data.rows, "digest": {"sha256": data.digest}}
-        for name, data in found
+        for name, data in datasets
         if data is not None and data.rows
     ]
 
 
 def _rewards(started: RunStarted, joined: Sequence[WorkerJoined]) -> list[dict[str, Any]]:
-    found = []
+    rewards = []
     for task in logged_config(started.config).tasks:
         source = source_of("train", task.name)
-        digests = {one.reward_digests.get(source, one.reward_digest) for one in joined}
+        digests = {worker.reward_digests.get(source, worker.reward_digest) for worker in joined}
         names = [use.called for use in task.rewards] or [str(task.reward) or task.kind]
-        found.append({"task": task.name, "names": names, "codeDigests": sorted(digests - {""})})
-    return found
+        rewards.append({"task": task.name, "names": names, "codeDigests": sorted(digests - {""})})
+    return rewards
 
 
 def _base(started: RunStarted) -> dict[str, Any]:
-    found: dict[str, Any] = {"weightsDigest": started.policy.digest}
+    base: dict[str, Any] = {"weightsDigest": started.policy.digest}
     if started.lineage is not None:
-        found |= {"run": started.lineage.run, "step": started.lineage.step}
-    return found
+        base |= {"run": started.lineage.run, "step": started.lineage.step}
+    return base
 
 
 def _sampled(
     bus: Bus, topics: Topics, catalogue: Catalogue, version: int
 ) -> dict[int, tuple[int, int]]:
-    wanted = logged_records(catalogue, TRAINED, [version])
+    expected = logged_records(catalogue, TRAINED, [version])
     trajectories: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     damage = Damage()
     for record in records_of(bus, ends_of(bus, topics.trajectories)):
-        logged = wanted.pop((record.partition, record.offset), None)
+        logged = expected.pop((record.partition, record.offset), None)
         if logged is None or not damage.is_sound(record, logged):
             continue
-        own = [one for one in logged_trajectory(record, logged).segments if one.kind == "model"]
-        trajectories.update({one.version for one in own})
-        for one in own:
-            tokens[one.version] += one.end - one.start
-    damage.look_for_the_rest(wanted)
+        own = [
+            segment
+            for segment in logged_trajectory(record, logged).segments
+            if segment.kind == "model"
+        ]
+        trajectories.update({segment.version for segment in own})
+        for segment in own:
+            tokens[segment.version] += segment.end - segment.start
+    damage.look_for_the_rest(expected)
     damage.raise_if_any(": there is no statement")
-    return {one: (trajectories[one], tokens[one]) for one in sorted(tokens)}
+    return {version: (trajectories[version], tokens[version]) for version in sorted(tokens)}
 
 
 def _shares(

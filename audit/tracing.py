@@ -60,9 +60,9 @@ class History:
 
     def round(self, round_: Round, offset: int) -> None:
         self._now_ns = round_.now_ns
-        for one in round_.decisions:
-            if isinstance(one, Dispatch):
-                self.sampled[one.spec.version] += 1
+        for decision in round_.decisions:
+            if isinstance(decision, Dispatch):
+                self.sampled[decision.spec.version] += 1
         events, self._events = self._events + self.account.round(round_, offset), []
         self._keep(events, round_.ordinal)
 
@@ -106,10 +106,10 @@ class Traces:
             return []
         spans = step_spans(run, step)
         members = sorted(
-            self._history.members, key=lambda one: (_came_ns(one), one.group.spec.group)
+            self._history.members, key=lambda member: (_came_ns(member), member.group.spec.group)
         )
         origin_ns = spans[0].start_ns
-        return tree.rows(spans) + [_member(run, one, origin_ns) for one in members]
+        return tree.rows(spans) + [_member(run, member, origin_ns) for member in members]
 
     @property
     def _run(self) -> RunFacts | None:
@@ -117,15 +117,15 @@ class Traces:
         return None if started is None else run_facts(started)
 
     def _contents(self, ended: GroupEnded) -> dict[str, Content]:
-        found: dict[str, Content] = {}
+        contents: dict[str, Content] = {}
         for logged in ended.group.results:
-            at = TopicPartition(self._topics.trajectories, logged.partition)
-            record = record_at(self._bus, at, logged.offset)
+            partition = TopicPartition(self._topics.trajectories, logged.partition)
+            record = record_at(self._bus, partition, logged.offset)
             if self.damage.is_sound(record, logged) and record is not None:
                 with suppress(SchemaError):
                     content = content_of(view_trajectory(record.value))
-                    found[logged.trajectory] = content
-        return found
+                    contents[logged.trajectory] = content
+        return contents
 
 
 def _came_ns(ended: GroupEnded) -> int:
@@ -137,7 +137,7 @@ def _member(run: RunFacts, ended: GroupEnded, origin_ns: int) -> Row:
     root: Span = group_spans(run, ended, {})[0]
     last = ended.group.last
     came = "" if last is None else f"; last came {last.trajectory} from {last.worker}"
-    found = tree.row(root, 1, origin_ns)
-    found["lasted_s"] = max(0, _came_ns(ended) - root.start_ns) / 1e9
-    found["what"] = f"{ended.group.spec.group}, version {ended.group.spec.version}{came}"
-    return found
+    row = tree.row(root, 1, origin_ns)
+    row["lasted_s"] = max(0, _came_ns(ended) - root.start_ns) / 1e9
+    row["what"] = f"{ended.group.spec.group}, version {ended.group.spec.version}{came}"
+    return row

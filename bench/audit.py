@@ -182,7 +182,7 @@ def audit_log(
     on_piece: Callable[[AuditProgress], None] = lambda progress: None,
 ) -> None:
     """Audit a log. Raises InvariantBroken."""
-    auditor = Auditor(bus, topics, None, whole=full, on_piece=lambda: on_piece(auditor.progress))
+    auditor = Auditor(bus, topics, None, full=full, on_piece=lambda: on_piece(auditor.progress))
     try:
         auditor.advance()
         report = auditor.finish()

@@ -49,7 +49,7 @@ class AuditSession:
             run.bus,
             run.topics,
             run.policies if store else None,
-            whole=not quick,
+            full=not quick,
             on_piece=lambda: self._talk(only_progress=True),
         )
         self._said_s = time.monotonic()

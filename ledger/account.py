@@ -87,7 +87,7 @@ class StepEnded:
 
     @property
     def results(self) -> list[TrajectoryLogged]:
-        return [one for group in self.groups for one in group.results]
+        return [record for group in self.groups for record in group.results]
 
     @property
     def last(self) -> TrajectoryLogged | None:
@@ -121,14 +121,14 @@ class StepEnded:
     def waited_s(self) -> float:
         """Time of the free trainer without a batch or part."""
         if self.batch.parts:
-            return sum(one.waited_s for one in self.parts)
+            return sum(part.waited_s for part in self.parts)
         return self._going_s(self.free_ns, self.batch.taken_ns)
 
     @property
     def training_s(self) -> float:
         """Time to the commit since batch and trainer were ready."""
-        found = self.parts
-        free_ns = found[-1].free_ns if found else self.free_ns
+        parts = self.parts
+        free_ns = parts[-1].free_ns if parts else self.free_ns
         return self._going_s(max(self.batch.taken_ns, free_ns), self.fact.at_ns)
 
     @property
@@ -201,7 +201,7 @@ class RunAccount:
 
     def present(self) -> list[WorkerHistory]:
         """Present workers by name."""
-        return [one for _, one in sorted(self.named.items()) if one.gone is None]
+        return [worker for _, worker in sorted(self.named.items()) if worker.gone is None]
 
     @property
     def stops(self) -> Sequence[Stop]:
@@ -243,20 +243,22 @@ class RunAccount:
 
     def round(self, round_: Round, offset: int) -> list[Event]:
         """Apply a round after its events."""
-        for seen in round_.observations:
-            if isinstance(seen, GroupExpired) and (group := self.open.get(seen.group)):
+        for observation in round_.observations:
+            if isinstance(observation, GroupExpired) and (
+                group := self.open.get(observation.group)
+            ):
                 group.expired = True
-        found: list[Event] = [*self._marks.round(round_)]
+        events: list[Event] = [*self._marks.round(round_)]
         for decision in round_.decisions:
-            found += self._decided(decision, round_, offset)
-        return found
+            events += self._decided(decision, round_, offset)
+        return events
 
     def now(self, group: str, now_ns: int) -> GroupEnded | None:
         """Return a snapshot of an open group, else None."""
         history, batch = self.open.get(group), self.batch
         if history is None:
             return None
-        taken = batch is not None and any(one.group == group for one in batch.take.groups)
+        taken = batch is not None and any(member.group == group for member in batch.take.groups)
         held = batch if taken else None
         return GroupEnded(group=history, outcome="open", why="", ended_ns=now_ns, batch=held)
 
@@ -292,10 +294,10 @@ class RunAccount:
         if self.started is None:
             return []
         group = ended.group
-        found = self._evaluating.ended(
+        evaluation = self._evaluating.ended(
             self.started, group.spec, samples_of(group.results), ended.ended_ns
         )
-        return [] if found is None else [found]
+        return [] if evaluation is None else [evaluation]
 
     def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:
         why = f"attempt {take.attempt} was taken"
@@ -315,12 +317,12 @@ class RunAccount:
     def _part(
         self, take: TakePart | TakeBatch, groups: Sequence[TakenGroup], now_ns: int
     ) -> PartTaken:
-        known = (self.open.get(one.group) for one in groups)
+        histories = (self.open.get(taken.group) for taken in groups)
         return PartTaken(
-            groups=tuple(one.group for one in groups),
+            groups=tuple(taken.group for taken in groups),
             taken_ns=now_ns,
             reason=take.reason,
-            last=last_of(one for one in known if one is not None),
+            last=last_of(history for history in histories if history is not None),
         )
 
     def _changed(self, changes: Sequence[Change]) -> list[Event]:
@@ -329,10 +331,14 @@ class RunAccount:
         for change in changes:
             events.append(change)
             if isinstance(change, WorkerGone):
-                worker, gone = change.worker, change.gone
-                if gone.how == "fenced":
+                worker, departure = change.worker, change.gone
+                if departure.how == "fenced":
                     events += self._marks.gone(
-                        worker.name, worker.incarnation, gone.why, gone.at_ns, open_=self.step
+                        worker.name,
+                        worker.incarnation,
+                        departure.why,
+                        departure.at_ns,
+                        open_=self.step,
                     )
                 self._gone.append(worker.incarnation)
         while len(self._gone) > GONE_KEPT:
@@ -345,10 +351,10 @@ class RunAccount:
             del self._groups.logged[record.place]
 
     def _is_new(self, fact: TrajectoryLogged) -> bool:
-        place = fact.partition, fact.offset
-        if place in self._places:
+        position = fact.partition, fact.offset
+        if position in self._places:
             return False
-        self._places[place] = None
+        self._places[position] = None
         if len(self._places) > PLACES_KEPT:
             del self._places[next(iter(self._places))]
         return True
@@ -357,7 +363,10 @@ class RunAccount:
         take = None if self.batch is None else self.batch.take
         if take is None or (take.step, take.attempt) != (fact.step, fact.attempt):
             return []
-        why = "; ".join(f"{one.trajectory or one.group}: {one.reason}" for one in fact.offenders)
+        why = "; ".join(
+            f"{offender.trajectory or offender.group}: {offender.reason}"
+            for offender in fact.offenders
+        )
         return self._end_batch("refused", why, fact.at_ns)
 
     def _end_batch(
@@ -374,20 +383,20 @@ class RunAccount:
             return []  # its batch had ended
         self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
         why = f"batch of step {fact.step}, attempt {fact.attempt}"
-        known = [
+        histories = [
             self._groups.end(taken.group, "trained", why, step=fact.step) for taken in fact.groups
         ]
-        groups = tuple(group for group in known if group is not None)
+        groups = tuple(group for group in histories if group is not None)
         trained: list[Event] = [
             GroupEnded(
-                group=one,
+                group=group,
                 outcome="trained",
                 why=why,
                 ended_ns=fact.at_ns,
                 batch=batch,
                 batch_last=batch.last,
             )
-            for one in groups
+            for group in groups
         ]
         for group in groups:
             self._forget(group)

@@ -103,24 +103,26 @@ class FallbackAccount:
         if not fact.full:
             self._not_whole.add(fact.policy.digest)
         who, at_ns = {"worker": "trainer", "incarnation": fact.incarnation}, fact.at_ns
-        for one in fact.fallbacks:
-            version = self._versions.get(one.digest, 0)
-            yield from self._rows(one, **who, version=version, at_ns=at_ns)
+        for fallback in fact.fallbacks:
+            version = self._versions.get(fallback.digest, 0)
+            yield from self._rows(fallback, **who, version=version, at_ns=at_ns)
 
     def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
         """Yield a worker's fallbacks, except for forms never published."""
         who, at_ns = {"worker": fact.worker, "incarnation": fact.incarnation}, fact.at_ns
-        for one in fact.fallbacks:
-            yield from self._rows(one, **who, version=fact.version, at_ns=at_ns)
+        for fallback in fact.fallbacks:
+            yield from self._rows(fallback, **who, version=fact.version, at_ns=at_ns)
 
-    def _rows(self, one: Fallback, **of: Any) -> Iterator[FallbackRow]:
-        if not one.absent or self._was_there(one):
-            yield FallbackRow(reason=one.reason, taken=one.taken, bytes=one.bytes, **of)
+    def _rows(self, fallback: Fallback, **of: Any) -> Iterator[FallbackRow]:
+        if not fallback.absent or self._was_there(fallback):
+            yield FallbackRow(
+                reason=fallback.reason, taken=fallback.taken, bytes=fallback.bytes, **of
+            )
 
-    def _was_there(self, one: Fallback) -> bool:
-        if one.taken.startswith("weights/"):
-            return one.digest in self._with_deltas
-        return one.digest not in self._not_whole
+    def _was_there(self, fallback: Fallback) -> bool:
+        if fallback.taken.startswith("weights/"):
+            return fallback.digest in self._with_deltas
+        return fallback.digest not in self._not_whole
 
 
 class CatalogueBuilder:
@@ -157,8 +159,10 @@ class CatalogueBuilder:
             case WorkerReady():
                 worker = self.account.workers.get(fact.incarnation)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
-                at = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
-                self._rows.append(_row(ServedVersionRow, fact, incarnation=fact.incarnation, **at))
+                times = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
+                self._rows.append(
+                    _row(ServedVersionRow, fact, incarnation=fact.incarnation, **times)
+                )
                 self._rows += self._fallbacks.ready(fact)
             case StepCommitted():
                 self._rows += self._fallbacks.committed(fact)
@@ -169,11 +173,13 @@ class CatalogueBuilder:
             case RoleStarted():
                 self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.incarnation}")
             case BatchRefused():
-                why = "; ".join(f"{one.group}: {one.reason}" for one in fact.offenders)
+                why = "; ".join(
+                    f"{offender.group}: {offender.reason}" for offender in fact.offenders
+                )
                 self._said(fact.at_ns, "batch-refused", f"step {fact.step}", why)
             case Command():
-                said = f"by {fact.user}: {canonical(fact.args).decode()}"
-                self._said(fact.at_ns, "command", fact.verb, said)
+                description = f"by {fact.user}: {canonical(fact.args).decode()}"
+                self._said(fact.at_ns, "command", fact.verb, description)
             case WeightsAdopted():
                 self._said(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.reason)
             case _:
@@ -184,10 +190,12 @@ class CatalogueBuilder:
         """Apply a round after its events."""
         self.rounds += 1
         self._seen(round_.now_ns)
-        for seen in round_.observations:
-            who = next(filter(None, (getattr(seen, one, "") for one in _WHO)), "")
+        for observation in round_.observations:
+            who = next(filter(None, (getattr(observation, name, "") for name in _WHO)), "")
             if who:
-                self._event(round_.now_ns, round_.ordinal, kebab(type(seen).__name__), who, "")
+                self._event(
+                    round_.now_ns, round_.ordinal, kebab(type(observation).__name__), who, ""
+                )
         for decision in round_.decisions:
             if isinstance(decision, Dispatch):
                 self._skipped(decision, round_)
@@ -289,22 +297,22 @@ class CatalogueBuilder:
         )
 
 
-def _row(kind: type[AnyRow], record: object, **others: Any) -> AnyRow:
+def _row(kind: type[AnyRow], record: object, **columns: Any) -> AnyRow:
     """Return a row from a record's fields and other columns."""
-    same = (name for name in kind.__struct_fields__ if name not in others)
-    return kind(**{name: getattr(record, name) for name in same}, **others)
+    same = (name for name in kind.__struct_fields__ if name not in columns)
+    return kind(**{name: getattr(record, name) for name in same}, **columns)
 
 
 def _worker_row(worker: WorkerHistory) -> WorkerRow:
-    fact, gone = worker.joined, worker.gone
+    fact, departure = worker.joined, worker.gone
     return _row(
         WorkerRow,
         fact,
         incarnation=worker.incarnation,
         joined_ns=fact.at_ns,
-        gone_ns=None if gone is None else gone.at_ns,
-        departure=None if gone is None else gone.how,
-        end_reason=None if gone is None else gone.why,
+        gone_ns=None if departure is None else departure.at_ns,
+        departure=None if departure is None else departure.how,
+        end_reason=None if departure is None else departure.why,
     )
 
 
@@ -348,17 +356,17 @@ def _batch_row(
 
 def _part_rows(event: StepEnded) -> Iterator[PartRow]:
     results = {group.spec.group: group.results for group in event.groups}
-    for one in event.parts:
-        taken = one.taken
+    for part in event.parts:
+        taken = part.taken
         records = [record for name in taken.groups for record in results.get(name, ())]
         yield PartRow(
             step=event.fact.step,
-            part=one.part,
-            free_ns=one.free_ns,
+            part=part.part,
+            free_ns=part.free_ns,
             taken_ns=taken.taken_ns,
-            begun_ns=one.begun_ns,
-            waited_s=one.waited_s,
-            seconds=one.seconds,
+            begun_ns=part.begun_ns,
+            waited_s=part.waited_s,
+            seconds=part.seconds,
             last_trajectory=None if taken.last is None else taken.last.trajectory,
             batch_reason=taken.reason,
             groups=len(taken.groups),
@@ -371,9 +379,11 @@ def _step_row(event: StepEnded) -> StepRow:
     fact, batch = event.fact, event.batch
     results = event.results
     rewards = rewards_of(results)
-    means = [found for group in event.groups if (found := mean(group.rewards)) is not None]
+    means = [
+        group_mean for group in event.groups if (group_mean := mean(group.rewards)) is not None
+    ]
     low, high = _quartiles(means)
-    lengths = sorted(one.tokens for one in results)
+    lengths = sorted(record.tokens for record in results)
     staleness = event.staleness
     waited_for = event.waited_for
     return _row(
@@ -407,7 +417,7 @@ def _step_row(event: StepEnded) -> StepRow:
         staleness_min=min(staleness, default=0),
         staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
         staleness_max=max(staleness, default=0),
-        bound=max((one.deadline - one.version for one in fact.groups), default=0),
+        bound=max((group.deadline - group.version for group in fact.groups), default=0),
         over_bound=event.over_bound,
         loss=fact.metrics.get("loss"),
         grad_norm=fact.metrics.get("grad_norm"),
@@ -437,7 +447,7 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         round=group.round,
         dispatch_reason=group.reason,
         dispatched_ns=group.dispatched_ns,
-        complete_ns=max(one.at_ns for one in results) if group.whole else None,
+        complete_ns=max(record.at_ns for record in results) if group.whole else None,
         taken_ns=None if ended.batch is None else ended.batch.taken_ns_of(spec.group),
         ended_ns=None if ended.outcome == "open" else ended.ended_ns,
         outcome=ended.outcome,
@@ -450,7 +460,7 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         results=len(results),
         valid=len(rewards),
         reward=mean(rewards),
-        tokens=sum(one.tokens for one in results),
+        tokens=sum(record.tokens for record in results),
     )
     for sample in range(spec.samples):
         request = group.requests[trajectory_id(spec.group, sample)]
@@ -488,21 +498,21 @@ def _trajectory_row(group: GroupHistory, sample: int, request: RequestHistory) -
     )
 
 
-def _attempt_row(name: str, one: Attempt) -> AttemptRow:
+def _attempt_row(name: str, attempt: Attempt) -> AttemptRow:
     return AttemptRow(
         trajectory_id=name,
-        attempt=one.attempt,
-        worker=one.worker,
-        incarnation=one.incarnation,
-        scheduled_ns=one.scheduled_ns,
-        ended_ns=one.ended_ns or None,
-        outcome=one.outcome or None,
-        resumed_tokens=one.resumed,
-        schedule_reason=one.reason or None,
-        end_reason=one.why or None,
-        migration_ns=one.migration_ns or None,
-        migration_target=one.migration_target or None,
-        migration_reason=one.migration_reason or None,
+        attempt=attempt.attempt,
+        worker=attempt.worker,
+        incarnation=attempt.incarnation,
+        scheduled_ns=attempt.scheduled_ns,
+        ended_ns=attempt.ended_ns or None,
+        outcome=attempt.outcome or None,
+        resumed_tokens=attempt.resumed,
+        schedule_reason=attempt.reason or None,
+        end_reason=attempt.why or None,
+        migration_ns=attempt.migration_ns or None,
+        migration_target=attempt.migration_target or None,
+        migration_reason=attempt.migration_reason or None,
     )
 
 

@@ -41,14 +41,14 @@ def ask(
     return names, rows, damage
 
 
-def call_rows(found: Described) -> Iterator[CallRow]:
+def call_rows(record: Described) -> Iterator[CallRow]:
     """Yield a record's calls in order of their answers."""
-    idle = _idle_before(found.meta.calls, found.meta.times.scheduled)
-    for number, call in enumerate(found.meta.calls):
-        context, prompt_tokens = place_of(call, found.meta.contexts)
+    idle = _idle_before(record.meta.calls, record.meta.times.scheduled)
+    for number, call in enumerate(record.meta.calls):
+        context, prompt_tokens = place_of(call, record.meta.contexts)
         ignored = call.ignored_settings
         yield CallRow(
-            trajectory_id=found.trajectory,
+            trajectory_id=record.trajectory,
             call=number,
             context=context,
             api=call.api,
@@ -66,28 +66,30 @@ def call_rows(found: Described) -> Iterator[CallRow]:
 
 def _idle_before(calls: Sequence[Call], scheduled_ns: int) -> list[int]:
     """Return the ns without an open call before each call."""
-    found = [0] * len(calls)
+    idle_ns = [0] * len(calls)
     busy_until_ns = scheduled_ns
-    for number in sorted(range(len(calls)), key=lambda one: calls[one].asked_ns):
-        found[number] = max(0, calls[number].asked_ns - busy_until_ns)
+    for number in sorted(range(len(calls)), key=lambda index: calls[index].asked_ns):
+        idle_ns[number] = max(0, calls[number].asked_ns - busy_until_ns)
         busy_until_ns = max(busy_until_ns, calls[number].answered_ns)
-    return found
+    return idle_ns
 
 
 def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Iterator[CallRow]:
     by_partition: dict[int, dict[int, LoggedRecord]] = {}
     for (partition, offset), named in logged_records(catalogue, _WITH_CALLS).items():
         by_partition.setdefault(partition, {})[offset] = named
-    for partition, left in by_partition.items():
-        at = TopicPartition(topics.trajectories, partition)
-        for record in _records(bus, at, left):
-            if damage.is_sound(record, left.pop(record.offset)):
+    for partition, expected in by_partition.items():
+        source = TopicPartition(topics.trajectories, partition)
+        for record in _records(bus, source, expected):
+            if damage.is_sound(record, expected.pop(record.offset)):
                 with suppress(SchemaError):  # a dead letter
                     yield from call_rows(view_trajectory(record.value))
-        damage.look_for_the_rest({(partition, offset): one for offset, one in left.items()})
+        damage.look_for_the_rest(
+            {(partition, offset): record for offset, record in expected.items()}
+        )
 
 
-def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
-    with closing(bus.reader({at: min(wanted)})) as reader:
-        for records in polls_until(reader, {at: max(wanted) + 1}):
-            yield from (one for one in records if one.offset in wanted)
+def _records(bus: Bus, source: TopicPartition, offsets: Mapping[int, Any]) -> Iterator[Record]:
+    with closing(bus.reader({source: min(offsets)})) as reader:
+        for records in polls_until(reader, {source: max(offsets) + 1}):
+            yield from (record for record in records if record.offset in offsets)

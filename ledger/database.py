@@ -174,28 +174,28 @@ class Catalogue:
 
     def append(self, rows: Iterable[Row]) -> None:
         """Append ended rows."""
-        for kind, found in _by_kind(rows).items():
-            self._insert(kind, found, open_=False)
-            self._appended += len(found)
+        for kind, kind_rows in _by_kind(rows).items():
+            self._insert(kind, kind_rows, open_=False)
+            self._appended += len(kind_rows)
         if self._appended >= COMPRESSED_ROWS:
             self._db.execute("checkpoint log")
             self._appended = 0
 
     def refresh(self, rows: Iterable[Row]) -> None:
         """Replace open rows."""
-        found = _by_kind(rows)
+        by_kind = _by_kind(rows)
         for table in TABLES:
             if table.live:
                 self._db.execute(f"truncate log.{table.name}_open")
-                self._insert(table.row, found.get(table.row, []), open_=True)
+                self._insert(table.row, by_kind.get(table.row, []), open_=True)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self.ask(sql, parameters)[1]
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, or None."""
-        found = self.query(sql, parameters)
-        return found[0] if found else None
+        rows = self.query(sql, parameters)
+        return rows[0] if rows else None
 
     def records(self, sql: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
         names, rows = self.ask(sql, parameters)
@@ -206,19 +206,21 @@ class Catalogue:
     ) -> tuple[list[str], list[tuple[Any, ...]]]:
         """Return column names and rows."""
         try:
-            found = self._db.execute(sql, list(parameters))
-            names = [one[0] for one in found.description or ()]
-            return names, [tuple(map(_plain, row)) for row in found.fetchall()]
+            cursor = self._db.execute(sql, list(parameters))
+            names = [column[0] for column in cursor.description or ()]
+            return names, [tuple(map(_plain, row)) for row in cursor.fetchall()]
         except self._memory as error:
             raise ResourceError(
                 f"the query needs more memory than {MEMORY_MAX}: {_first_line(error)}",
                 hint="ask for fewer columns, or for aggregates",
             ) from None
         except self._errors as error:
-            said = f"the query cannot be answered: {_stated(error)}"
-            missing = _NO_TABLE.search(said) if isinstance(error, self._missing) else None
+            message = f"the query cannot be answered: {_stated(error)}"
+            missing = _NO_TABLE.search(message) if isinstance(error, self._missing) else None
             raise (
-                UsageError(said, hint=_HINT) if missing is None else TableMissing(said, missing[1])
+                UsageError(message, hint=_HINT)
+                if missing is None
+                else TableMissing(message, missing[1])
             ) from None
 
     def keyed(
@@ -231,8 +233,8 @@ class Catalogue:
     @property
     def source(self) -> CatalogueSource | None:
         """Position in the log, if set."""
-        found = self.one(f"select source from {_PLACE}")
-        return msgspec.json.decode(found[0], type=CatalogueSource) if found else None
+        row = self.one(f"select source from {_PLACE}")
+        return msgspec.json.decode(row[0], type=CatalogueSource) if row else None
 
     def save(self, path: Path, source: CatalogueSource) -> None:
         """Save atomically. Raises ResourceError."""
@@ -241,8 +243,8 @@ class Catalogue:
         try:
             unfinished.unlink(missing_ok=True)
             self._db.execute(f"truncate {_PLACE}")
-            said = msgspec.json.encode(source).decode()
-            self._db.execute(f"insert into {_PLACE} values (?)", [said])
+            encoded = msgspec.json.encode(source).decode()
+            self._db.execute(f"insert into {_PLACE} values (?)", [encoded])
             name = str(unfinished).replace("'", "''")
             self._db.execute(f"attach '{name}' as saved")
             try:
@@ -261,7 +263,7 @@ class Catalogue:
         self._db.close()
 
     def _create(self, table: Table) -> None:
-        fields = ", ".join(_definition(one) for one in columns_of(table.row))
+        fields = ", ".join(_definition(column) for column in columns_of(table.row))
         if not table.live:
             self._db.execute(f"create table {table.name} ({fields})")
             return
@@ -272,7 +274,7 @@ class Catalogue:
 
     def lay(self, table: Table, rows: Iterator[Row]) -> None:
         """Replace a table by temporary rows, which are not saved."""
-        fields = ", ".join(_definition(one) for one in columns_of(table.row))
+        fields = ", ".join(_definition(column) for column in columns_of(table.row))
         self._db.execute(f"create or replace temp table {table.name} ({fields})")
         while piece := list(islice(rows, LAID_ROWS)):
             self._pour(f"temp.{table.name}", table.row, piece)
@@ -291,7 +293,9 @@ class Catalogue:
         if schema is None:
             schema = self._schemas[kind] = arrow_schema(kind)
         columns = zip(*map(msgspec.structs.astuple, rows), strict=True)
-        arrays = [pa.array(one, field.type) for one, field in zip(columns, schema, strict=True)]
+        arrays = [
+            pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)
+        ]
         self._db.register("incoming", pa.Table.from_arrays(arrays, schema=schema))
         try:
             self._db.execute(f"insert into {name} from incoming")
@@ -306,15 +310,15 @@ def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
     import duckdb
 
     try:
-        found = Catalogue(path)
+        catalogue = Catalogue(path)
     except duckdb.Error:
         return None  # damaged or another DuckDB version
     try:
-        if found.source == source:
-            return found
+        if catalogue.source == source:
+            return catalogue
     except (UsageError, msgspec.DecodeError):
         pass  # another form
-    found.close()
+    catalogue.close()
     return None
 
 
@@ -326,10 +330,10 @@ def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -
 
 
 def _by_kind(rows: Iterable[Row]) -> dict[type[Row], list[Row]]:
-    found: dict[type[Row], list[Row]] = {}
+    by_kind: dict[type[Row], list[Row]] = {}
     for row in rows:
-        found.setdefault(type(row), []).append(row)
-    return found
+        by_kind.setdefault(type(row), []).append(row)
+    return by_kind
 
 
 def _definition(column: Column) -> str:
@@ -348,7 +352,7 @@ def arrow_schema(row: type[Row]) -> Any:
         "BOOLEAN": pa.bool_(),
     }
     return pa.schema(
-        [pa.field(one.name, kinds.get(one.sql, pa.string())) for one in columns_of(row)]
+        [pa.field(column.name, kinds.get(column.sql, pa.string())) for column in columns_of(row)]
     )
 
 
@@ -396,15 +400,15 @@ def logged_records(
     rows = catalogue.query(
         f"select {_COLUMNS} from records where {where} order by {_ORDER}", parameters
     )
-    found = map(_record, rows)
-    return {(one.partition, one.offset): one for one in found}
+    records = map(_record, rows)
+    return {(record.partition, record.offset): record for record in records}
 
 
 def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | None:
     """Return the record that counts, or None."""
     source = f"(from records where {COUNTS})"
-    found = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
-    return _record(found[-1]) if found else None
+    rows = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
+    return _record(rows[-1]) if rows else None
 
 
 def _record(row: tuple[Any, ...]) -> LoggedRecord:

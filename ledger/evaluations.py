@@ -57,18 +57,24 @@ class Sample(NamedTuple):
 
 def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
     """Return the records with a valid reward as samples."""
-    return [Sample(one.reward, one.answer, one.parts) for one in results if one.reward is not None]
+    return [
+        Sample(record.reward, record.answer, record.parts)
+        for record in results
+        if record.reward is not None
+    ]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean of each reward part over samples with a value; missing parts count as 0."""
-    names = dict.fromkeys(name for one in samples for name in one.parts)
+    names = dict.fromkeys(name for sample in samples for name in sample.parts)
     means = {}
     for name in names:
         abstained = f"{name.partition('.')[0]}.{ABSTAINED}"
-        known = [one.parts for one in samples if name == abstained or abstained not in one.parts]
-        if known:
-            means[name] = math.fsum(parts.get(name, 0.0) for parts in known) / len(known)
+        answered = [
+            sample.parts for sample in samples if name == abstained or abstained not in sample.parts
+        ]
+        if answered:
+            means[name] = math.fsum(parts.get(name, 0.0) for parts in answered) / len(answered)
     return means
 
 
@@ -121,23 +127,23 @@ class Evaluating:
     ) -> EvaluationEnded | None:
         """Add a prompt's samples; return the evaluation once complete."""
         name, key = spec.evaluation, (spec.version, spec.evaluation)
-        found = self._found.setdefault(key, [])
-        found.append((spec.ordinal, samples))
+        ended = self._found.setdefault(key, [])
+        ended.append((spec.ordinal, samples))
         data = run.data(spec.source)
         prompts = section_of(run.config, name).get("prompts", 0)
-        if len(found) != min(prompts, 0 if data is None else data.rows):
+        if len(ended) != min(prompts, 0 if data is None else data.rows):
             if len(self._found) > OPEN_MAX:
                 del self._found[min(self._found)]
             return None
         del self._found[key]
-        known = [one.reward for _, own in found for one in own]
+        rewards = [sample.reward for _, own in ended for sample in own]
         return EvaluationEnded(
             version=spec.version,
             evaluation=name,
             ended_ns=ended_ns,
-            reward=sum(known) / len(known) if known else None,
+            reward=sum(rewards) / len(rewards) if rewards else None,
             metrics=metrics_of(
-                [own for _, own in sorted(found, key=lambda one: one[0])], samples=spec.size
+                [own for _, own in sorted(ended, key=lambda entry: entry[0])], samples=spec.size
             ),
         )
 
@@ -152,12 +158,12 @@ def majority(samples: Sequence[tuple[str, bool]]) -> float:
 
     ``majority([("42", True), ("42", True), ("7", False), ("", False)]) == 1.0``
     """
-    found: dict[str, list[bool]] = {}
+    votes: dict[str, list[bool]] = {}
     for answer, won in samples:
         if answer:
-            found.setdefault(answer, []).append(won)
-    most = max(map(len, found.values()), default=0)
-    shares = [sum(own) / most for own in found.values() if len(own) == most]
+            votes.setdefault(answer, []).append(won)
+    most = max(map(len, votes.values()), default=0)
+    shares = [sum(own) / most for own in votes.values() if len(own) == most]
     return math.fsum(shares) / len(shares) if shares else 0.0
 
 
@@ -168,27 +174,29 @@ def tries_of(samples: int) -> list[int]:
 
 def by_prompt(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str, list[float]]:
     """Return each prompt's values by metric."""
-    known = [own for own in prompts if own]
-    found = {f"mean@{samples}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
-    votes = [[(one.answer, one.reward >= SUCCESS) for one in own] for own in known]
-    said = any(answer for own in votes for answer, _ in own)
+    scored = [own for own in prompts if own]
+    by_metric = {
+        f"mean@{samples}": [math.fsum(sample.reward for sample in own) / len(own) for own in scored]
+    }
+    votes = [[(sample.answer, sample.reward >= SUCCESS) for sample in own] for own in scored]
+    answered = any(answer for own in votes for answer, _ in own)
     for tries in tries_of(samples):
         enough = [own for own in votes if len(own) >= tries]
-        found[f"pass@{tries}"] = [
+        by_metric[f"pass@{tries}"] = [
             pass_at(len(own), sum(won for _, won in own), tries) for own in enough
         ]
-        if said and tries == samples >= VOTES_MIN:
-            found[f"maj@{tries}"] = [majority(own) for own in enough]
-    parts = [part_means(own) for own in known]
+        if answered and tries == samples >= VOTES_MIN:
+            by_metric[f"maj@{tries}"] = [majority(own) for own in enough]
+    parts = [part_means(own) for own in scored]
     for name in dict.fromkeys(name for own in parts for name in own):
-        found[f"part/{name}"] = [own.get(name, 0.0) for own in parts]
-    return {name: values for name, values in found.items() if values}
+        by_metric[f"part/{name}"] = [own.get(name, 0.0) for own in parts]
+    return {name: values for name, values in by_metric.items() if values}
 
 
 def metrics_of(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str, float]:
     """Return the metrics of these prompts."""
-    found = by_prompt(prompts, samples=samples)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    by_metric = by_prompt(prompts, samples=samples)
+    return {name: math.fsum(values) / len(values) for name, values in by_metric.items()}
 
 
 def interval_of(values: Sequence[float]) -> Interval:
@@ -228,16 +236,16 @@ def evaluations_of(
 
 def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[Sample]]]:
     """Return samples per prompt, by version, evaluation, task and trajectory count."""
-    found: dict[tuple[int, str, str, int], dict[str, list[Sample]]] = {}
+    samples_by_key: dict[tuple[int, str, str, int], dict[str, list[Sample]]] = {}
     for version, name, task, size, reward, answer, parts, group in tables.query(QUERY):
-        own = found.setdefault((version, name, task, size), {}).setdefault(group, [])
+        own = samples_by_key.setdefault((version, name, task, size), {}).setdefault(group, [])
         if reward is not None:
-            known = msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
-            own.append(Sample(reward, answer or "", known))
-    return {key: list(groups.values()) for key, groups in found.items()}
+            part_values = msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
+            own.append(Sample(reward, answer or "", part_values))
+    return {key: list(groups.values()) for key, groups in samples_by_key.items()}
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return an evaluation's keys in the configuration."""
     every = [config.get("evaluation", {}), *config.get("more_evaluations", ())]
-    return next((one for one in every if one.get("name", "") == name), {})
+    return next((section for section in every if section.get("name", "") == name), {})

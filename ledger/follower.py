@@ -105,10 +105,15 @@ class LogFollower:
         starts = {self._control: 0, self._decisions: 0}
         if statuses is not None:
             count = bus.partitions(topics.metrics)
-            self._metrics = [TopicPartition(topics.metrics, one) for one in range(count)]
-            starts |= {at: max(bus.begin(at), bus.end(at) - STATUS_TAIL) for at in self._metrics}
+            self._metrics = [
+                TopicPartition(topics.metrics, partition) for partition in range(count)
+            ]
+            starts |= {
+                partition: max(bus.begin(partition), bus.end(partition) - STATUS_TAIL)
+                for partition in self._metrics
+            }
         self._readers: dict[TopicPartition, Reader] = {
-            at: bus.reader({at: start}) for at, start in starts.items()
+            partition: bus.reader({partition: start}) for partition, start in starts.items()
         }
         self._facts: deque[Record] = deque()
         self._rounds: deque[tuple[int, Round]] = deque()
@@ -118,14 +123,14 @@ class LogFollower:
     def unreadable(self) -> Counter[str]:
         """By `control`, `decisions` and `metrics`."""
         counted = self.meter.topics.items()
-        return Counter({name: one.unreadable for name, one in counted if one.unreadable})
+        return Counter({name: count.unreadable for name, count in counted if count.unreadable})
 
     @property
     def share(self) -> float:
         """Return the read share of control and decisions. Raises BusError."""
-        ends = [self._bus.end(one) for one in (self._control, self._decisions)]
-        at = [min(*pair) for pair in zip(self.places, ends, strict=True)]
-        return sum(at) / sum(ends) if sum(ends) else 1.0
+        ends = [self._bus.end(partition) for partition in (self._control, self._decisions)]
+        positions = [min(*pair) for pair in zip(self.places, ends, strict=True)]
+        return sum(positions) / sum(ends) if sum(ends) else 1.0
 
     @property
     def places(self) -> tuple[int, int]:
@@ -133,14 +138,14 @@ class LogFollower:
 
     def advance(self) -> bool:
         """Read one piece; return whether there is more. Raises BusError, LogTruncated."""
-        found = self._read_statuses()
-        found = self._read_rounds() or found
+        progressed = self._read_statuses()
+        progressed = self._read_rounds() or progressed
         while self._rounds and self._pass_round(*self._rounds[0]):
             self._rounds.popleft()
-            found = True
+            progressed = True
         if self.over:
-            found = self._read_rest() or found
-        more = found or any(map(self._has_more, self._readers))
+            progressed = self._read_rest() or progressed
+        more = progressed or any(map(self._has_more, self._readers))
         if not more:
             self._note_positions()
         return more
@@ -149,46 +154,46 @@ class LogFollower:
         for reader in self._readers.values():
             reader.close()
 
-    def _position(self, at: TopicPartition) -> int:
-        return self._readers[at].position(at)
+    def _position(self, partition: TopicPartition) -> int:
+        return self._readers[partition].position(partition)
 
-    def _has_more(self, at: TopicPartition) -> bool:
+    def _has_more(self, partition: TopicPartition) -> bool:
         """Report whether there is more; control is read only as rounds need it."""
-        ends = at != self._control or self.over
-        return ends and self._position(at) < self._bus.end(at)
+        ends = partition != self._control or self.over
+        return ends and self._position(partition) < self._bus.end(partition)
 
-    def _poll(self, at: TopicPartition) -> list[Record]:
-        before = self._position(at)
-        if before >= self._bus.end(at):
+    def _poll(self, partition: TopicPartition) -> list[Record]:
+        before = self._position(partition)
+        if before >= self._bus.end(partition):
             return []
-        reader = self._readers[at]
+        reader = self._readers[partition]
         records = reader.poll(timeout_s=WAIT_S, records_max=RECORDS_MAX, bytes_max=PIECE_BYTES)
-        moved = bool(records) or reader.position(at) > before
-        self._empty_polls[at] = count_empty_polls(
-            reader, at, self._empty_polls[at], moved=moved, polls_max=EMPTY_POLLS_MAX
+        moved = bool(records) or reader.position(partition) > before
+        self._empty_polls[partition] = count_empty_polls(
+            reader, partition, self._empty_polls[partition], moved=moved, polls_max=EMPTY_POLLS_MAX
         )
         return records
 
-    def _decoded(self, at: Record, decode: Callable[[bytes], Read]) -> Read | None:
+    def _decoded(self, record: Record, decode: Callable[[bytes], Read]) -> Read | None:
         """Decode and count a record; None if unreadable."""
-        topic = at.topic.removeprefix(f"{self._run}.")
+        topic = record.topic.removeprefix(f"{self._run}.")
         try:
-            found = decode(at.value)
+            decoded = decode(record.value)
         except SchemaError:
-            self.meter.count(topic, len(at.value), unreadable=True)
+            self.meter.count(topic, len(record.value), unreadable=True)
             return None
-        self.meter.count(topic, len(at.value))
-        return found
+        self.meter.count(topic, len(record.value))
+        return decoded
 
     def _read_statuses(self) -> bool:
-        found = False
-        for at in self._metrics:
-            for record in self._poll(at):
-                found = True
+        has_records = False
+        for partition in self._metrics:
+            for record in self._poll(partition):
+                has_records = True
                 status = self._decoded(record, decode_metrics)
                 if self._statuses is not None and not isinstance(status, Unknown | None):
                     self._statuses(status)
-        return found
+        return has_records
 
     def _read_rounds(self) -> bool:
         if self._rounds:
@@ -220,16 +225,16 @@ class LogFollower:
         for reader in self._listeners:
             reader.round(round_, offset)
         self.chain = round_.chain
-        self.over = self.over or any(isinstance(one, StopRun) for one in round_.decisions)
+        self.over = self.over or any(isinstance(decision, StopRun) for decision in round_.decisions)
         return True
 
     def _read_rest(self) -> bool:
         """Read events after the last round."""
         self._facts.extend(self._poll(self._control))
-        found = bool(self._facts)
+        has_events = bool(self._facts)
         while self._facts:
             self._pass_fact(self._facts.popleft())
-        return found
+        return has_events
 
     def _pass_fact(self, record: Record) -> None:
         fact = self._decoded(record, decode_control)
@@ -238,7 +243,7 @@ class LogFollower:
                 reader.fact(record.offset, fact)
 
     def _note_positions(self) -> None:
-        for at in self._readers:
-            end, topic = self._bus.end(at), at.topic.removeprefix(f"{self._run}.")
-            position = Position(position=min(self._position(at), end), end=end)
-            self.meter.positions[topic, at.partition] = position
+        for partition in self._readers:
+            end, topic = self._bus.end(partition), partition.topic.removeprefix(f"{self._run}.")
+            position = Position(position=min(self._position(partition), end), end=end)
+            self.meter.positions[topic, partition.partition] = position

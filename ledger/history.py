@@ -317,16 +317,16 @@ def computed(
     """Yield a step's parts; the trainer became free at `free_ns`."""
     for number, taken in enumerate(parts):
         seconds = early_s[number] if number < len(early_s) else None
-        one = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds, stops=stops)
-        yield one
-        free_ns = one.ended_ns
+        part = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds, stops=stops)
+        yield part
+        free_ns = part.ended_ns
 
 
 def batch_of(
     take: TakeBatch, parts: Sequence[PartTaken], *, taken_ns: int, round_: int, free_ns: int
 ) -> Batch:
     """Return a batch taken in parts or whole."""
-    arrived = [one.last for one in parts if one.last is not None]
+    arrived = [part.last for part in parts if part.last is not None]
     several = tuple(parts) if len(parts) > 1 else ()
     numbered = enumerate(several)
     return Batch(
@@ -442,12 +442,12 @@ class GroupHistory(msgspec.Struct, kw_only=True, array_like=True):
 
 
 def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
-    return [one.reward for one in results if one.reward is not None]
+    return [record.reward for record in results if record.reward is not None]
 
 
 def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
-    found = (one.last for one in groups)
-    return max((one for one in found if one is not None), key=arrival, default=None)
+    records = (group.last for group in groups)
+    return max((record for record in records if record is not None), key=arrival, default=None)
 
 
 def note_scores(group: GroupHistory, fact: GroupScored) -> None:
@@ -466,16 +466,16 @@ def note_end(group: GroupHistory, started: RunStarted) -> None:
 def parts_of(group: GroupHistory, trajectory: str) -> str | None:
     """Return a trajectory's group scores as JSON."""
     samples = () if group.scores is None else group.scores.samples
-    found = (one.parts for one in samples if one.trajectory == trajectory)
-    return next((canonical(parts).decode() for parts in found), None)
+    matches = (sample.parts for sample in samples if sample.trajectory == trajectory)
+    return next((canonical(parts).decode() for parts in matches), None)
 
 
 def parts_by_task(groups: Iterable[GroupHistory]) -> dict[str, dict[str, float]]:
     """Return mean reward parts by task."""
-    found: dict[str, list[Sample]] = {}
+    by_task: dict[str, list[Sample]] = {}
     for group in groups:
-        found.setdefault(group.spec.task, []).extend(samples_of(group.results))
-    means = {task: part_means(own) for task, own in sorted(found.items())}
+        by_task.setdefault(group.spec.task, []).extend(samples_of(group.results))
+    means = {task: part_means(own) for task, own in sorted(by_task.items())}
     return {task: own for task, own in means.items() if own}
 
 

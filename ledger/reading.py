@@ -100,11 +100,11 @@ def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
 
 def last_round(bus: Bus, topics: Topics, end: int) -> Round | None:
     """Return the last round before `end`. Raises BusError."""
-    at = TopicPartition(topics.decisions, 0)
+    partition = TopicPartition(topics.decisions, 0)
     last: Round | None = None
-    with closing(bus.reader({at: max(bus.begin(at), end - TAIL)})) as reader:
+    with closing(bus.reader({partition: max(bus.begin(partition), end - TAIL)})) as reader:
         for _ in range(POLLS_MAX):
-            if reader.position(at) >= end:
+            if reader.position(partition) >= end:
                 break
             for record in reader.poll(timeout_s=WAIT_S, records_max=TAIL):
                 with suppress(SchemaError):

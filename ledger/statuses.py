@@ -126,16 +126,16 @@ class Statuses:
     def receive(self, status: AnyMetrics) -> LastStatus | None:
         """Apply a status; None for an older incarnation."""
         role, incarnation = role_of(status), incarnation_of(status)
-        known = self.heard.get(role)
-        if known is None or known.incarnation < incarnation:
-            earlier = NOTHING_COUNTED if known is None else known.counts
-            known = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
-        elif known.incarnation == incarnation:
-            known.before, known.status = known.status, _whole(known.status, status)
+        last = self.heard.get(role)
+        if last is None or last.incarnation < incarnation:
+            earlier = NOTHING_COUNTED if last is None else last.counts
+            last = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
+        elif last.incarnation == incarnation:
+            last.before, last.status = last.status, _whole(last.status, status)
         else:
             return None
-        known.note()
-        return known
+        last.note()
+        return last
 
 
 def read_statuses(
@@ -146,23 +146,31 @@ def read_statuses(
     `tail`: at least that many per partition, until one is old enough.
     """
     partitions = [
-        TopicPartition(topics.metrics, one) for one in range(bus.partitions(topics.metrics))
+        TopicPartition(topics.metrics, number) for number in range(bus.partitions(topics.metrics))
     ]
-    ends, begins = ({at: end(at) for at in partitions} for end in (bus.end, bus.begin))
+    ends, begins = (
+        {partition: end(partition) for partition in partitions} for end in (bus.end, bus.begin)
+    )
     while True:
         starts = dict(begins)
         if tail is not None:
-            starts = {at: max(begin, ends[at] - tail) for at, begin in begins.items()}
-        statuses = (one for at in partitions for one in _read(bus, at, starts[at], ends[at]))
-        found = [one for one in statuses if until_ns is None or one.at_ns <= until_ns]
-        if found or tail is None or starts == begins:
-            return found
+            starts = {
+                partition: max(begin, ends[partition] - tail) for partition, begin in begins.items()
+            }
+        statuses = (
+            status
+            for partition in partitions
+            for status in _read(bus, partition, starts[partition], ends[partition])
+        )
+        selected = [status for status in statuses if until_ns is None or status.at_ns <= until_ns]
+        if selected or tail is None or starts == begins:
+            return selected
         tail *= 4
 
 
-def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
-    with closing(bus.reader({at: start})) as reader:
-        for record in records_until(reader, {at: end}):
+def _read(bus: Bus, partition: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
+    with closing(bus.reader({partition: start})) as reader:
+        for record in records_until(reader, {partition: end}):
             with suppress(SchemaError):  # lossy; audit reports it
                 status = decode_metrics(record.value)
                 if not isinstance(status, Unknown):

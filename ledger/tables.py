@@ -413,11 +413,11 @@ def columns_of(row: type[Row]) -> list[Column]:
 
 def _column(name: str, hint: Any) -> Column:
     kind, *notes = get_args(hint)
-    plain = [one for one in (get_args(kind) or (kind,)) if one is not NoneType]
-    sql = next((one.name for one in notes if isinstance(one, Sql)), None)
+    plain = [member for member in (get_args(kind) or (kind,)) if member is not NoneType]
+    sql = next((note.name for note in notes if isinstance(note, Sql)), None)
     return Column(
         name=name,
         sql=sql or SQL_TYPES[plain[0]],
         null=len(plain) < len(get_args(kind) or (kind,)),
-        description=next(one for one in notes if isinstance(one, str)),
+        description=next(note for note in notes if isinstance(note, str)),
     )

@@ -142,7 +142,7 @@ def _optimizer(model: TorchModel, options: SftOptions) -> Optimizer:
         betas=BETAS,
         weight_decay=options.weight_decay,
         other=options.optimizer,
-        others=parameters_of(options.optimizer, model.network, named),
+        other_names=parameters_of(options.optimizer, model.network, named),
     )
 
 

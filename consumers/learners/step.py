@@ -245,8 +245,8 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
         for item, weight in zip(valid, weights, strict=True)
         if item.counted and (item.worth or also)
     ]
-    whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
-    units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]
+    joined = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
+    units = [unit for item, weight in chosen for unit in _units(item, weight, joined=joined)]
     limit, packing = settings.micro_batch_tokens, settings.packing
     alone = [one_pass([unit], packing=packing) for unit in units]
     fits = [pass_.padded_tokens <= limit or len(pass_.units[0].rows) == 1 for pass_ in alone]
@@ -259,7 +259,7 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
     return [replace(pass_, number=number) for number, pass_ in enumerate(passes)]
 
 
-def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
+def _units(item: Item, weight: float, *, joined: bool) -> list[Unit]:
     meta = item.trajectory.meta
     sizes = lengths(meta.contexts, item.trajectory.length)
     rows, first = [], 0
@@ -270,7 +270,7 @@ def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
     rows.sort(key=lambda row: -row.tokens)
     return [
         Unit(item=item, rows=of_unit, weight=weight)
-        for of_unit in ([rows] if whole else [[row] for row in rows])
+        for of_unit in ([rows] if joined else [[row] for row in rows])
     ]
 
 

@@ -308,7 +308,7 @@ class EffectHandlers:
         assert self._trained is not None
         key, result = self._trained
         assert key == (effect.step, effect.attempt)
-        version = yield from self._version(before=effect.before, whole=effect.whole)
+        version = yield from self._version(before=effect.before, full=effect.whole)
         contributions = yield from self._blob(
             "contributions", lambda path: write_contributions(path, result.contributions)
         )
@@ -336,10 +336,10 @@ class EffectHandlers:
             learner.leave_device()
 
     def _version(
-        self, *, before: str = "", whole: bool = True
+        self, *, before: str = "", full: bool = True
     ) -> Generator[None, None, PublishedVersion]:
         save = self.learner.save_weights
-        publish = partial(self._store.publish_version, save, before=before, whole=whole)
+        publish = partial(self._store.publish_version, save, before=before, whole=full)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 
     def _blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Generator[None, None, Blob]:

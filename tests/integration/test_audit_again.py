@@ -84,7 +84,7 @@ def test_audit_that_follows_a_run_reports_what_a_new_one_reports(
 def test_quick_audit_opens_no_value(recorded: RecordedRun) -> None:
     with (
         closing(recorded.open()) as bus,
-        closing(Auditor(bus, recorded.topics, None, whole=False)) as auditor,
+        closing(Auditor(bus, recorded.topics, None, full=False)) as auditor,
     ):
         auditor.advance()
         quick = auditor.finish()

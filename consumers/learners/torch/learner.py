@@ -317,7 +317,7 @@ class TorchLearner:
             weight_decay=self._options.weight_decay,
             bfloat16=self._model.bfloat16,
             other=name,
-            others=parameters_of(name, self._model.network, named),
+            other_names=parameters_of(name, self._model.network, named),
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:

@@ -58,12 +58,12 @@ class Optimizer:
         weight_decay: float,
         bfloat16: Collection[str] = (),
         other: OptimizerName = "adamw",
-        others: Collection[str] = (),
+        other_names: Collection[str] = (),
     ) -> None:
-        """`bfloat16` names parameters with masters, `others` those that `other` updates."""
+        """`bfloat16` names parameters with masters, `other_names` those that `other` updates."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._kinds = [other if name in others else "adamw" for name in self._names]
+        self._kinds = [other if name in other_names else "adamw" for name in self._names]
         self._made: dict[OptimizerName, Any] = {}
         for kind in dict.fromkeys(("adamw", *self._kinds)):
             own = [

@@ -89,7 +89,7 @@ def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: floa
         betas=(0.9, 0.95),
         weight_decay=decay,
         other="muon",
-        others=["x"],
+        other_names=["x"],
     )
     momentum, expected = torch.zeros(shape), start.clone()
     for _ in range(3):
@@ -113,7 +113,9 @@ def test_eight_bits_go_nearly_as_adamw_goes(tmp_path: Path) -> None:
     gradients = [torch.randn(64, 80) for _ in range(5)]
     for other in NAMES:
         named = [("x", torch.nn.Parameter(start.clone())), ("b", torch.nn.Parameter(torch.ones(2)))]
-        optimizer = Optimizer(named, betas=(0.9, 0.95), weight_decay=0.1, other=other, others=["x"])
+        optimizer = Optimizer(
+            named, betas=(0.9, 0.95), weight_decay=0.1, other=other, other_names=["x"]
+        )
         for gradient in gradients:
             named[0][1].grad, named[1][1].grad = gradient.clone(), torch.ones(2)
             optimizer.update(1e-2)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from dora_pipe.audit.auditor import Auditor
+import typer
+
+from dora_pipe.audit.auditor import Auditor, raise_if_broken
 from dora_pipe.audit.last_look import FILE_NAME, read_last_look, write_last_look
-from dora_pipe.audit.report import AuditReport
+from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.sqlite import unreadable_records
-from dora_pipe.cli.output import emit_line
+from dora_pipe.cli.audit_tables import print_report
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json, emit_line
 from dora_pipe.cli.progress import CommandProgress, progress
-from dora_pipe.core.system.console import say
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS, say
+from dora_pipe.launch.run_dir import OpenRun, opened
 
 FOLLOW_S: Final = 1.0
 
@@ -38,6 +44,35 @@ def file_identity(run: OpenRun) -> str:
         return ""
     stat = path.stat()
     return f"{stat.st_dev}:{stat.st_ino}"
+
+
+def audit(
+    run: RunArgument,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Check the files of policies, too.")
+    ] = True,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Audit a live run until it ends; report violations immediately."
+        ),
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Check digests only; skip record contents and decisions."),
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Verify the guarantees C1, C2 and C3 from the log of a run; exit code 5 if one is violated."""
+    if follow and as_json:
+        raise UsageError("--follow prints lines and does not support --json")
+    gc.set_threshold(COLLECT_AFTER, 20, 20)
+    with opened(run, root) as open_run:
+        session = AuditSession(open_run, store=store, quick=quick)
+        report = session.follow() if follow else session.once()
+    emit_json(plain(report)) if as_json else print_report(report)
+    raise_if_broken(report)
 
 
 class AuditSession:

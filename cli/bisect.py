@@ -6,18 +6,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 
 from dora_pipe.analysis.bisect import Explanation, Fall, Limits, Measured, Trial
 from dora_pipe.analysis.bisected_run import BisectedRun, Repeater
 from dora_pipe.analysis.probes import opened_probe
 from dora_pipe.analysis.replay import SourceRun
 from dora_pipe.analysis.suspects import Suspect
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.progress import opened_watched
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.evaluations import Interval
 from dora_pipe.ledger.marks import SETTINGS
@@ -27,48 +30,56 @@ SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
 
 
-def bisect_run(
-    run: OpenRun,
-    good: int,
-    bad: int,
-    probe: str,
-    *,
-    directory: Path | None,
-    limits: Limits,
-    as_json: bool,
-    report: CommandProgress,
+def bisect(
+    run: RunArgument,
+    good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A good version.")],
+    bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later, bad version.")],
+    probe: Annotated[
+        str,
+        typer.Option(
+            metavar="PROBE",
+            help="An evaluation of the run (eval or eval:NAME), or a module:function that maps a "
+            "checkpoint folder to one number or a number per row.",
+        ),
+    ] = "eval",
+    steps: Annotated[int, typer.Option(min=0, help="Maximum repeated steps of all trials.")] = 20,
+    draws: Annotated[int, typer.Option(min=1, help="Draws per version.")] = 512,
+    directory: Annotated[Path | None, typer.Option(help="Import directory of the probe.")] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
 ) -> None:
-    """Find the versions between which the probe's value fell, and the cause; print both.
+    """Find the step that made a run bad, and the group whose removal fixes it.
 
-    Raises UsageError, ConfigError, TaskError, PolicyError, ReplayDiverged.
+    Prints changed settings before the search.
     """
-    source = SourceRun.of(run)
-    newest = source.history.next_step
+    limits = Limits(draws=draws, steps=steps)
+    with opened_watched(run, root) as (open_run, report):
+        source = SourceRun.of(open_run)
+        changes = _changes_between(open_run, good, bad, newest=source.history.next_step)
+        if not as_json:
+            emit_line(settings_words(changes, good, bad))
+        with (
+            opened_probe(open_run, probe, directory, report) as opened,
+            tempfile.TemporaryDirectory(prefix="dora-pipe-bisect-") as folder,
+        ):
+            repeater = Repeater(run=source, folder=Path(folder))
+            bisected = BisectedRun(repeater=repeater, probe=opened, limits=limits, report=report)
+            fall = bisected.search(good, bad)
+            if not as_json:
+                _print_fall(fall)
+            explanation = bisected.explain(fall, good) if fall.sure else None
+        if as_json:
+            emit_json(plain(fall, explanation, changes))
+        elif explanation is not None:
+            _print_cause(explanation, changes)
+
+
+def _changes_between(run: OpenRun, good: int, bad: int, *, newest: int) -> list[str]:
     if not 0 <= good < bad <= newest:
         raise UsageError(
             f"--good {good} --bad {bad}: no versions to bisect",
             hint=f"--good is before --bad, and there are versions 0 to {newest}",
         )
-    changes = _changed_settings(run, good, bad)
-    if not as_json:
-        emit_line(settings_words(changes, good, bad))
-    with (
-        opened_probe(run, probe, directory, report) as opened,
-        tempfile.TemporaryDirectory(prefix="dora-pipe-bisect-") as folder,
-    ):
-        repeater = Repeater(run=source, folder=Path(folder))
-        bisected = BisectedRun(repeater=repeater, probe=opened, limits=limits, report=report)
-        fall = bisected.search(good, bad)
-        if not as_json:
-            _print_fall(fall)
-        explanation = bisected.explain(fall, good) if fall.sure else None
-    if as_json:
-        emit_json(plain(fall, explanation, changes))
-    elif explanation is not None:
-        _print_cause(explanation, changes)
-
-
-def _changed_settings(run: OpenRun, good: int, bad: int) -> list[str]:
     with closing(run.tables()) as tables:
         rows = tables.query(SETTINGS)
     return [f"step {step}: {change}" for step, change in rows if good <= step < bad]

@@ -8,17 +8,18 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.commands.audit import audit, replay
-from dora_pipe.cli.commands.start import sft
-from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH
+from dora_pipe.cli.audit import audit
+from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH, OverrideOption, RunsOption
 from dora_pipe.cli.output import emit_table
+from dora_pipe.cli.replay import replay
+from dora_pipe.cli.start import sft
 from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.system.console import say, typed
+from dora_pipe.core.system.console import RUNS, say, typed
 from dora_pipe.launch.examples import example_config, example_file, make_model
 from dora_pipe.launch.plan import plan_new
 from dora_pipe.launch.roles import share_cores
@@ -37,8 +38,13 @@ OWN_KEYS: Final = ("run.name", "model.path")
 WARM_THREADS: Final = 2
 
 
-def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
-    """Run the demo from warm start to replay. Raises RunFailed if the policy does not learn."""
+def demo(
+    root: RunsOption = RUNS,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
+    override: OverrideOption = None,
+) -> None:
+    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
+    override = override or []
     began_s = time.monotonic()
     for word in override:
         if (key := word.partition("=")[0].strip()) in OWN_KEYS:

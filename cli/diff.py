@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from dora_pipe.analysis.diff import RunDiff, diff_runs
 from dora_pipe.bus.logged import Damage
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.core.system.console import RUNS
+from dora_pipe.launch.run_dir import opened
 
 CELL: Final = 40
 
 
-def print_diff(run: OpenRun, other: OpenRun, *, as_json: bool) -> None:
-    """Compare two runs and print the result. Raises InvariantBroken, last, for damaged records."""
+def diff(
+    run: RunArgument,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="The other run.")],
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Find the first record in which two runs differ, and the cause: changed settings, keys,
+    seeds, versions or code.
+    """
     damage = Damage()
-    diff = diff_runs(run, other, damage)
+    with opened(run, root) as first, opened(other, root) as second:
+        runs_diff = diff_runs(first, second, damage)
     if as_json:
-        emit_json(diff.plain())
+        emit_json(runs_diff.plain())
     else:
-        _print(diff, (run.directory.path.name, other.directory.path.name))
+        _print(runs_diff, (first.directory.path.name, second.directory.path.name))
     raise_if_damaged(damage, ", not compared")
 
 

@@ -11,7 +11,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
 
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
@@ -23,6 +25,9 @@ from dora_pipe.bus.kafka.cluster import (
     problems_of,
 )
 from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.cli.options import JsonOption, OverrideOption
+from dora_pipe.cli.output import emit_rows
+from dora_pipe.config.load import config_file_in, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import (
     BusError,
@@ -54,6 +59,31 @@ class CheckResult(NamedTuple):
     detail: str
 
 
+def doctor(
+    bus: Annotated[str, typer.Option(help="Also check this log, e.g. kafka://host:9092.")] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Also check this TOML file or run directory, and its log."),
+    ] = None,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine: versions, extras, disk and GPUs, and a log if one is named."""
+    findings = machine_findings()
+    resolved = load_config(config_file_in(config), override or ()) if config else None
+    url = bus or (resolved.bus.url if resolved else "")
+    if url:
+        findings += log_findings(url, resolved)
+    if config and (run := RunDir(config_file_in(config).parent)).exists():
+        findings += config_findings(run)
+    if resolved:
+        findings += context_findings(resolved)
+    rows = [finding._asdict() for finding in findings]
+    emit_rows(("state", "what", "detail"), rows, as_json=as_json)
+    if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
 def _failed(what: str, error: DoraError) -> CheckResult:
     detail = f"{error.message}; {error.hint}" if error.hint else error.message
     return CheckResult("fail", what, detail)
@@ -63,12 +93,6 @@ def machine_findings() -> list[CheckResult]:
     """Return the checks that need no log."""
     versions = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     return [CheckResult("ok", "machine", versions), *_extras(), _disk(), _gpus()]
-
-
-def config_file_of(path: Path) -> Path:
-    """Return the configuration file of a run's directory, or the path itself."""
-    inside = path / "config.toml"
-    return inside if inside.is_file() else path
 
 
 def _extras() -> list[CheckResult]:

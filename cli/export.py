@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from dora_pipe.audit.export import best_version, export_parquet, export_policy, logged_versions
 from dora_pipe.audit.model_card import write_beside
 from dora_pipe.audit.statement import write_statement
-from dora_pipe.cli.options import may_write_file, may_write_folder
+from dora_pipe.cli.options import (
+    ForceOption,
+    RunArgument,
+    RunsOption,
+    may_write_file,
+    may_write_folder,
+)
 from dora_pipe.cli.output import raise_if_damaged
+from dora_pipe.cli.progress import opened_watched
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import texts_of
 from dora_pipe.config.model import Task
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError, UsageError
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.core.system.console import say
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.plan import started
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
@@ -34,31 +42,59 @@ CHECKPOINTS: Final = "traces-sent"
 CHECKPOINT_DIGITS: Final = 16
 
 
-def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:
-    """Write the trajectories of a run. Raises InvariantBroken if some are damaged."""
-    may_write_file(parquet, force=force)
-    texts = texts_of(run)
-    with closing(run.tables()) as tables:
-        done = export_parquet(
-            run.bus, run.topics, tables, run.policies, parquet, everything=everything, texts=texts
-        )
-    suffix = f", {done.left_out} records left out" if done.left_out else ""
-    say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{suffix}")
-    raise_if_damaged(done.damage, f", and not in {parquet}")
+FollowOption = Annotated[
+    bool, typer.Option("--follow", help="Continue until the run is over or Ctrl-C.")
+]
 
 
-def export_policy_dir(
-    run: OpenRun, policy: str, directory: Path, *, force: bool, statement: bool = False
+def parquet(
+    run: RunArgument,
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Include records that do not count for their group.")
+    ] = False,
+    force: ForceOption = False,
+    root: RunsOption = RUNS,
 ) -> None:
-    """Write a version (a number or `best`) as a model directory."""
-    may_write_folder(directory, force=force)
-    version = version_of(run, policy)
-    digest = write_policy(run, version, directory)
-    say(f"{directory}: version {version}, weights {digest}")
-    if statement:
-        with closing(run.tables()) as tables:
-            file = write_statement(run.bus, run.topics, tables, directory, version)
-        say(f"{file}: in-toto statement over the other files, unsigned")
+    """Write the trajectories of a run as Parquet, one per row."""
+    with opened_watched(run, root) as (source, _):
+        may_write_file(file, force=force)
+        texts = texts_of(source)
+        with closing(source.tables()) as tables:
+            done = export_parquet(
+                source.bus,
+                source.topics,
+                tables,
+                source.policies,
+                file,
+                everything=everything,
+                texts=texts,
+            )
+    suffix = f", {done.left_out} records left out" if done.left_out else ""
+    say(f"{file}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{suffix}")
+    raise_if_damaged(done.damage, f", and not in {file}")
+
+
+def policy(
+    run: RunArgument,
+    version: Annotated[str, typer.Argument(help="A version's number, or `best`.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    statement: Annotated[
+        bool, typer.Option("--statement", help="Also write an in-toto statement of its origin.")
+    ] = False,
+    force: ForceOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Write a policy version as a folder for `from_pretrained` and vLLM."""
+    with opened_watched(run, root) as (source, _):
+        may_write_folder(directory, force=force)
+        number = version_of(source, version)
+        digest = write_policy(source, number, directory)
+        say(f"{directory}: version {number}, weights {digest}")
+        if statement:
+            with closing(source.tables()) as tables:
+                file = write_statement(source.bus, source.topics, tables, directory, number)
+            say(f"{file}: in-toto statement over the other files, unsigned")
 
 
 def write_policy(run: OpenRun, version: int, directory: Path) -> str:
@@ -116,17 +152,30 @@ def version_of(run: OpenRun, policy: str) -> int:
     raise PolicyError(f"no evaluated version has its weights left ({len(logged)} tried)")
 
 
-def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:
-    """Write event files of a run; `follow` waits for new records."""
-    _export_figures(run, TensorBoardTracker(folder), str(folder / run.topics.run), follow=follow)
+def tensorboard(
+    run: RunArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of event files.")],
+    follow: FollowOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Write the metrics of each step as TensorBoard event files."""
+    with opened(run, root) as source:
+        target = str(directory / source.topics.run)
+        _export_metrics(source, TensorBoardTracker(directory), target, follow=follow)
 
 
-def export_wandb(run: OpenRun, project: str, *, follow: bool) -> None:
-    """Write a run to a W&B project, offline unless the environment says otherwise."""
-    _export_figures(run, WandbTracker(project), f"W&B project {project}", follow=follow)
+def wandb(
+    run: RunArgument,
+    project: Annotated[str, typer.Argument(help="A project of W&B.")],
+    follow: FollowOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Write the metrics of each step to W&B; offline unless WANDB_MODE=online."""
+    with opened(run, root) as source:
+        _export_metrics(source, WandbTracker(project), f"W&B project {project}", follow=follow)
 
 
-def _export_figures(run: OpenRun, tracker: Tracker, target: str, *, follow: bool) -> None:
+def _export_metrics(run: OpenRun, tracker: Tracker, target: str, *, follow: bool) -> None:
     with closing(tracker):
         clock = SystemClock() if follow else None
         over = track(run.bus, run.topics, tracker, run.contributions, clock=clock)
@@ -135,17 +184,29 @@ def _export_figures(run: OpenRun, tracker: Tracker, target: str, *, follow: bool
     say(f"{target}: {max(0, tracker.rows) - tracker.before} rows{there}{goes_on}")
 
 
-def export_traces(
-    run: OpenRun,
-    target: str,
-    *,
-    follow: bool,
-    ratio: float,
-    force: bool,
-    report: Callable[[str], None],
+def traces(
+    run: RunArgument,
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|URL", help="JSON lines of OTLP, or an OTLP/HTTP address.")
+    ],
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the groups to export.")
+    ] = 1.0,
+    follow: FollowOption = False,
+    force: ForceOption = False,
+    root: RunsOption = RUNS,
 ) -> None:
-    """Write traces to a file or an address; `follow` waits for new records."""
+    """Write or send the OpenTelemetry traces of a run."""
+    if follow:  # the sender reports its own waits
+        with opened(run, root) as source:
+            _export_traces(source, target, ratio, follow=True, force=force)
+        return
+    with opened_watched(run, root) as (source, report):
+        report("sending traces")
+        _export_traces(source, target, ratio, follow=False, force=force)
 
+
+def _export_traces(run: OpenRun, target: str, ratio: float, *, follow: bool, force: bool) -> None:
     def sender(sink: Sink, checkpoint: Checkpoint | None = None) -> TraceSender:
         clock = SystemClock()
         return TraceSender(
@@ -153,7 +214,6 @@ def export_traces(
         )
 
     rejected = ""
-    report("sending traces")
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), ratio))
         if checkpoint.read() is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 
 from dora_pipe.analysis.fork import (
     REASON,
@@ -21,12 +22,13 @@ from dora_pipe.analysis.fork import (
 from dora_pipe.analysis.task import codes_of, say_other_code
 from dora_pipe.analysis.worker_log import TemporaryWorker, WorkerParts, alone, started_of
 from dora_pipe.audit.replay_trajectory import engines_of, joins_of, recorded_trajectory
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.system.console import say
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.registry import open_engine
@@ -40,21 +42,36 @@ TEXT_CHARACTERS: Final = 60
 Text = Callable[[Sequence[int]], str]
 
 
-def fork_trajectory(
+def fork(
+    run: RunArgument,
+    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Trajectory id.")],
+    turn: Annotated[
+        int | None, typer.Option(help="Continue from this turn; default: every turn.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
+    version: Annotated[
+        int | None, typer.Option(help="Version that continues; default: the trajectory's own.")
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Continue a trajectory from its turns with new seeds and compare the rewards: they show which
+    turn decided the episode.
+    """
+    with opened_watched(run, root) as (open_run, report):
+        _fork(open_run, trajectory, turn, samples, version, report, as_json=as_json)
+
+
+def _fork(
     run: OpenRun,
     trajectory: str,
-    *,
     turn: int | None,
     samples: int,
     version: int | None,
-    as_json: bool,
     report: CommandProgress,
+    *,
+    as_json: bool,
 ) -> None:
-    """Sample continuations and print their values.
-
-    Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a damaged record,
-    ReplayDiverged if the environment answers differently.
-    """
     if not 1 <= samples <= SAMPLES_MAX:
         raise UsageError(f"--samples must be 1 to {SAMPLES_MAX}, got {samples}")
     started, _ = policy_after(run.bus, run.topics, 0)
@@ -85,11 +102,11 @@ def fork_trajectory(
         check=check,
     )
     sampled, lost = continuations(recorded, cuts, samples, worker)
-    fork = fork_of(run.topics.run, recorded, sampled, worker)
+    result = fork_of(run.topics.run, recorded, sampled, worker)
     if as_json:
-        emit_json(msgspec.to_builtins(fork))
+        emit_json(msgspec.to_builtins(result))
     else:
-        _print(fork, recorded, _texts(run))
+        _print(result, recorded, _texts(run))
     for failure in lost:
         say(f"not sampled: {failure.trajectory}: {failure.error}: {failure.message}")
 

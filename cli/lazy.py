@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -132,13 +132,9 @@ def lazy_app(
     *,
     name: str,
     help: str,
-    callback: Callable[..., None] | None = None,
     version: bool = False,
 ) -> typer.Typer:
-    """Return an application or command group.
-
-    A group with a callback is itself a command; `version` adds `--version`.
-    """
+    """Return an application or command group; `version` adds `--version`."""
 
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
@@ -175,10 +171,9 @@ def lazy_app(
     return typer.Typer(
         name=name,
         cls=Group,
-        callback=callback or (begin_with_version if version else begin),
+        callback=begin_with_version if version else begin,
         help=help,
         epilog=_examples(examples) if examples and not version else None,
-        no_args_is_help=callback is None,
-        invoke_without_command=callback is not None,
+        no_args_is_help=True,
         **SETTINGS,
     )

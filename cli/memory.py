@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+import typer
+
+from dora_pipe.cli.options import JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
-from dora_pipe.config.load import laid_over, load_config
+from dora_pipe.config.load import config_file_in, laid_over, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.launch import memory
 from dora_pipe.launch.memory import Gpus, Parts, Placement, with_keys
@@ -42,10 +45,17 @@ class Estimate(NamedTuple):
         return not self.misfits and all(row.fits is not False for row in self.rows)
 
 
-def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json: bool) -> bool:
-    """Print the estimate; return whether the configuration fits. Raises DoraError."""
+def memory_command(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model directory, or a run's TOML file.")
+    ],
+    gpus: Annotated[str, typer.Option(metavar="NxGB", help="Check these GPUs, e.g. 8x80.")] = "",
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate the GPU memory and disk of a run, and the keys that make it fit."""
     room = memory.parse_gpus(gpus) if gpus else None
-    config = _config_of(model, overrides)
+    config = _config_of(model, override or ())
     folder = Path(config.model.path)
     need_positions(folder, config.workers.max_model_len)
     shape = model_shape(folder)
@@ -55,24 +65,22 @@ def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json:
         for row in result.rows:
             emit_json(row._asdict())
         emit_json({"set": result.keys, "fail": result.misfits, "notes": result.notes})
-        return result.good
-    emit_line(f"{folder}: {shape.family}, {shape.parameters / 1e9:.3g} billion parameters")
-    cells = [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in result.rows]
-    emit_table(("what", "bytes", "per GPU", "fits"), cells)
-    for line in result.notes:
-        emit_line(f"note: {line}")
-    for key, value in result.keys.items():
-        emit_line(f"set: {key} = {json.dumps(value)}")
-    for line in result.misfits:
-        emit_line(f"fail: {line}")
-    return result.good
+    else:
+        emit_line(f"{folder}: {shape.family}, {shape.parameters / 1e9:.3g} billion parameters")
+        cells = [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in result.rows]
+        emit_table(("what", "bytes", "per GPU", "fits"), cells)
+        lines = [f"note: {line}" for line in result.notes]
+        lines += [f"set: {key} = {json.dumps(value)}" for key, value in result.keys.items()]
+        for line in [*lines, *(f"fail: {line}" for line in result.misfits)]:
+            emit_line(line)
+    if not result.good:
+        raise typer.Exit(1)
 
 
 def _config_of(model: Path, overrides: Sequence[str]) -> Config:
     """Read a TOML file or a run directory; a model directory gets vLLM, a GPU and defaults."""
-    inside = model / "config.toml"
-    if model.is_file() or inside.is_file():
-        return load_config(model if model.is_file() else inside, overrides)
+    if (file := config_file_in(model)).is_file():
+        return load_config(file, overrides)
     table = {
         "run": {"name": "estimate", "steps": 1},
         "model": {"path": str(model.resolve())},

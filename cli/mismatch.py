@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from dora_pipe.audit.mismatch import Mismatch, measure
-from dora_pipe.cli.output import emit_line, emit_table
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json, emit_line, emit_table
+from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
@@ -14,7 +18,7 @@ from dora_pipe.consumers.trainer.batch_reader import batch_of_commit
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.core.system.console import say
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
 
 MEANINGS = {
@@ -27,8 +31,24 @@ MEANINGS = {
 }
 
 
-def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mismatch:
-    """Measure a step's batch; None: the last committed step."""
+def mismatch(
+    run: RunArgument,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Step; default: the last committed.")
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Attribute the importance ratios of a batch to staleness, numerics, sampling, tokenization."""
+    with opened_watched(run, root) as (open_run, report):
+        measured = _measure_step(open_run, step, report)
+    if as_json:
+        emit_json(measured.plain())
+    else:
+        _print(measured)
+
+
+def _measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mismatch:
     from dora_pipe.producers.chat.tokenizer import Tokenizer
 
     clock = SystemClock()
@@ -60,8 +80,7 @@ def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mis
     return measure(batch, scorer, weights_of, tokenizer)
 
 
-def print_mismatch(mismatch: Mismatch) -> None:
-    """The figures as tables."""
+def _print(mismatch: Mismatch) -> None:
     emit_table(
         ("cause", "mean", "size", "p99", "largest", "share", "meaning"),
         [

@@ -28,9 +28,6 @@ EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 REWARD_MIN: Final = 0.85
 
-BLOB_HOURS: Final = 1.0
-"""Same as in `audit.prune`."""
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of runs.")
@@ -49,10 +46,6 @@ OverrideOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-
-RedactOption = Annotated[
-    bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")
-]
 
 
 def may_write(target: Path, *, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Open runs for the web pages of `ui`."""
+"""`ui`: show runs in a browser."""
 
 from __future__ import annotations
 
@@ -7,21 +7,46 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
-from dora_pipe.cli.records import run_rows
+import typer
+
+from dora_pipe.cli.options import RUN_HELP, RunsOption
+from dora_pipe.cli.output import emit_line
+from dora_pipe.cli.runs import run_rows
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.server import page_server
 from dora_pipe.observe.web.view import Query
 
+UI_PORT: Final = 8765
 
-def page_worker(run: str, root: Path, *, redact: bool) -> closing[QueryWorker]:
-    """Open a worker that answers queries about a run."""
-    find_run(run, root)
-    return closing(QueryWorker(partial(open_source, run, root, redact)))
+
+def ui(
+    run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Default: all runs.")] = "",
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="TCP port on localhost; 0: any free port.")] = UI_PORT,
+    root: RunsOption = RUNS,
+) -> None:
+    """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port must be 0 to 65535, got {port}")
+    pages: closing[QueryWorker] | RunsPages = RunsPages(root, redact=redact)
+    if run:
+        find_run(run, root)  # raises if there is none
+        pages = closing(QueryWorker(partial(open_source, run, root, redact)))
+    with pages as answers, page_server(answers, port=port) as server:
+        if isinstance(answers, QueryWorker):
+            answers.start()
+        emit_line(f"{server.origin}/")
+        say("open it in a browser; Ctrl-C ends this")
+        server.wait()
 
 
 class RunsPages(ExitStack):

@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from dora_pipe.bus.base import WatchedBus
 from dora_pipe.core.system.console import covered, say
+from dora_pipe.launch.run_dir import OpenRun, opened
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-
-    from dora_pipe.launch.run_dir import OpenRun
 
 QUIET_S: Final = 2.0
 
@@ -73,11 +74,9 @@ class CommandProgress:
 
 
 @contextmanager
-def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
+def opened_watched(name: str, root: Path) -> Iterator[tuple[OpenRun, CommandProgress]]:
     """Open a run so that reading its log reports progress."""
-    from dora_pipe.bus.base import WatchedBus
-
-    with progress("opening the log") as report:
+    with opened(name, root) as run, progress("opening the log") as report:
         yield replace(run, bus=WatchedBus(run.bus, report)), report
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dora_pipe.analysis.replay import (
     SourceRun,
@@ -23,10 +25,12 @@ from dora_pipe.audit.replay_trajectory import (
     raise_if_different,
     regenerate,
 )
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.config.logged import logged_config
-from dora_pipe.core.system.console import say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue
@@ -38,10 +42,49 @@ DISTANCES_SHOWN_MAX = 20
 METRICS_SHOWN_MAX = 10
 
 
-def replay_run(
+def replay(
+    run: RunArgument,
+    trajectory: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TRAJECTORY", help="Trajectories to generate again; default: repeat steps."
+        ),
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="A", help="First step; default: 0.")
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--to", metavar="B", help="End step, exclusive; default: the last."),
+    ] = None,
+    random: Annotated[
+        int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random selection.")] = 0,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Repeat steps A to B-1, or trajectories, and compare the bits; exit code 6 if any differs.
+
+    `replay demo g0000000042-003` repeats a trajectory, `replay demo --random 10` ten of them.
+    `rescore demo` repeats the rewards.
+    """
+    if (first is not None or last is not None) and (trajectory or random):
+        raise UsageError(
+            "TRAJECTORY and --random repeat sampling, --from repeats steps: choose one"
+        )
+    if first is not None and last is not None and first >= last:
+        raise UsageError(f"--from {first} must be below --to {last}")
+    with opened_watched(run, root) as (open_run, report):
+        if trajectory or random:
+            _replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
+        else:
+            _replay_steps(open_run, first, last, as_json=as_json, report=report)
+
+
+def _replay_steps(
     run: OpenRun, first: int | None, end: int | None, *, as_json: bool, report: CommandProgress
 ) -> None:
-    """Repeat steps. Raises ReplayDiverged after the last line."""
     source = SourceRun.of(run)
     steps = source.steps(first, end)
     report("repeating steps")
@@ -63,10 +106,9 @@ def rebuilder(run: OpenRun) -> SourceRun:
     return source
 
 
-def replay_trajectories(
+def _replay_trajectories(
     run: OpenRun, requested: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
-    """Repeat trajectories. Raises ReplayDiverged with the first that differs."""
     from dora_pipe.producers.worker.role import params_by_source
 
     started, _ = policy_after(run.bus, run.topics, 0)

@@ -7,21 +7,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+import typer
 
 from dora_pipe.analysis.change import RewardLine, write_rewards
-from dora_pipe.analysis.rescore import Rescored, rescore
+from dora_pipe.analysis.rescore import Rescored
+from dora_pipe.analysis.rescore import rescore as rescored_of
 from dora_pipe.analysis.rescored import Comparison, comparison_of, scored_together
 from dora_pipe.analysis.task import opened_task, say_other_code, with_rewards
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.logged import Damage
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.core.errors import ReplayDiverged, ResourceError
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.core.system.console import say
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.lineage import policy_after
@@ -42,19 +45,38 @@ class RescoredLine(RewardLine, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
 
 
-def rescore_run(
+def rescore(
+    run: RunArgument,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            metavar="USE",
+            help="Reward of every task: module:function, a built-in one, or a value of "
+            "`task.reward`; NAME=USE sets one task. Default: the run's reward, with local code.",
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Import directory; default: the run's.")
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Score all logged texts with another reward and report outcomes and advantage signs that
+    differ. Without --reward, check the run's own rewards; exit code 6 if they differ.
+    """
+    with opened_watched(run, root) as (open_run, report):
+        _rescore(open_run, reward or (), directory, report, as_json=as_json)
+
+
+def _rescore(
     run: OpenRun,
     rewards: Sequence[str],
-    *,
     directory: Path | None,
-    as_json: bool,
     report: CommandProgress,
+    *,
+    as_json: bool,
 ) -> None:
-    """Score the trajectories, write the rewards and print the comparison.
-
-    Raises UsageError, ConfigError, TaskError; InvariantBroken, late, for damaged records;
-    ReplayDiverged, last, if the run's own reward differs.
-    """
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
     file = run.directory.path / FOLDER / f"{_name_of(rewards)}.jsonl"
@@ -65,7 +87,7 @@ def rescore_run(
         with closing(run.tables()) as tables:
             together = scored_together(tables, task.together)
             logged = logged_records(tables, COUNTS)
-        results = rescore(
+        results = rescored_of(
             task.ports,
             trajectories_of(run, logged, damage),
             clock=SystemClock(),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+import typer
 
 from dora_pipe.analysis.change import Change, read_rewards
 from dora_pipe.analysis.replay import SourceRun
-from dora_pipe.analysis.retrain import RetrainedStep, retrain
+from dora_pipe.analysis.retrain import RetrainedStep
+from dora_pipe.analysis.retrain import retrain as retrain_steps
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
-from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.cli.progress import opened_watched
 from dora_pipe.config.load import plain_overrides
 from dora_pipe.consumers.learners.registry import end_ranks
-from dora_pipe.core.system.console import say
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.core.system.console import RUNS, say
 
 METRICS: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
 
@@ -30,28 +32,47 @@ def change_of(settings: Sequence[str], rewards: Path | None, drop: Sequence[str]
     )
 
 
-def retrain_run(
-    run: OpenRun,
-    first: int | None,
-    end: int | None,
-    change: Change,
-    out: Path,
-    *,
-    as_json: bool,
-    report: CommandProgress,
+def retrain(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the result.")],
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="A", help="First step; default: 0.")
+    ] = None,
+    end: Annotated[
+        int | None,
+        typer.Option("--to", metavar="B", help="End step, exclusive; default: the last."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Changed setting; repeatable."),
+    ] = None,
+    rewards: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rewards to train with, from `rescore`.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="ID", help="Group or trajectory to leave out; repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
 ) -> None:
-    """Repeat the steps, write the directory and print them. Raises as `retrain`."""
-    source = SourceRun.of(run)
-    steps = source.steps(first, end)
+    """Repeat training steps of a run from its log, with other settings, rewards or rows.
 
-    def report_step(step: int) -> None:
-        report(f"step {step + 1}", max(0, step + 1 - steps.start), len(steps))
+    Writes the weights as a model directory, steps.jsonl and change.json.
+    """
+    change = change_of(settings or (), rewards, drop or ())
+    with opened_watched(run, root) as (open_run, report):
+        source = SourceRun.of(open_run)
+        steps = source.steps(first, end)
 
-    report("reading the log")
-    try:
-        done = retrain(source, steps, change, out, report=report_step)
-    finally:
-        end_ranks()
+        def report_step(step: int) -> None:
+            report(f"step {step + 1}", max(0, step + 1 - steps.start), len(steps))
+
+        report("reading the log")
+        try:
+            done = retrain_steps(source, steps, change, out, report=report_step)
+        finally:
+            end_ranks()
     _print(done, out, as_json=as_json)
 
 

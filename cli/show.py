@@ -10,25 +10,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
+from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.audit.export import best_version
+from dora_pipe.cli.options import RUN_HELP, JsonOption, RunsOption
 from dora_pipe.cli.output import (
     draws_blocks,
     emit_flow,
     emit_json,
     emit_line,
     emit_pairs,
+    emit_rows,
     emit_table,
     flow,
     show,
     terminal_columns,
 )
+from dora_pipe.cli.runs import run_rows
 from dora_pipe.cli.texts import decoder_in
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.core.system.console import say
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.core.system.console import RUNS, say
+from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.run_stats import RunStats, StepStats
@@ -62,17 +68,45 @@ EVALUATIONS_SHOWN: Final = 3
 MARKS_SHOWN: Final = 2
 
 
-def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
-    """Print the progress of a run."""
-    run_overview = overview(run)
-    if as_json:
-        emit_json(run_overview.plain())
-    else:
-        print_overview(run_overview, everything=everything)
+def show_command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: list all runs.")
+    ] = "",
+    identifier: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="Trajectory (g0000000042-003), group or step; default: the run."
+        ),
+    ] = "",
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Show all evaluations and changes, or all trajectories of a step."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Show the progress of a run, or the lineage of a step, group or trajectory.
+
+    Without a run: list the runs on this machine.
+    """
+    if not run:
+        columns = ("run", "state", "steps", "of", "task", "log")
+        emit_rows(columns, run_rows(root), as_json=as_json)
+        return
+    with opened(run, root) as open_run:
+        if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
+            say(f"differs from the run's configuration: {drift.line}")
+        if identifier:
+            _show_id(open_run, identifier, everything=everything, as_json=as_json)
+        elif as_json:
+            emit_json(overview(open_run).plain())
+        else:
+            print_overview(overview(open_run), everything=everything)
 
 
-def show_id(run: OpenRun, identifier: str, *, everything: bool, as_json: bool) -> None:
-    """Print the lineage of a step, group or trajectory."""
+def _show_id(run: OpenRun, identifier: str, *, everything: bool, as_json: bool) -> None:
     description = describe(run.bus, run.topics, run.policies, identifier, decoder=decoder_in)
     if as_json:
         emit_json(description)

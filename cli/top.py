@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Annotated, Final
 
+import typer
 from rich.console import Console, Group
 from rich.layout import Layout
 from rich.live import Live
@@ -17,14 +18,17 @@ from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from dora_pipe.cli.options import RunArgument, RunsOption
 from dora_pipe.cli.output import draws_blocks, emit_line
-from dora_pipe.core.errors import printable
+from dora_pipe.core.errors import UsageError, printable
+from dora_pipe.core.system.console import RUNS
 from dora_pipe.launch.disk_watch import broker_words, full_disk
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.top import Line, Panel, Screen, Style, frame
 
+FRAMES_EVERY_MIN_S: Final = 0.1
 ASK_S: Final = 5.0
 
 WIDE: Final = 140
@@ -45,8 +49,25 @@ STYLES: Final[dict[Style, str]] = {
 }
 
 
-def watch(run: OpenRun, every_s: float, *, once: bool) -> None:
-    """Show a run until it ends, or `once`: on a screen, or as lines in a pipe."""
+def top(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame and exit.")] = False,
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", help="Seconds between frames.")
+    ] = 1.0,
+    root: RunsOption = RUNS,
+) -> None:
+    """Show a live run: workers, queue, staleness, step, reward, decisions, waits.
+
+    In a pipe: plain lines, one per step. It ends with the run, or with Ctrl-C.
+    """
+    if every < FRAMES_EVERY_MIN_S:
+        raise UsageError(f"--every {every:g} is too short", hint=f"at least {FRAMES_EVERY_MIN_S:g}")
+    with opened(run, root) as open_run:
+        _watch(open_run, every, once=once)
+
+
+def _watch(run: OpenRun, every_s: float, *, once: bool) -> None:
     console = Console(highlight=False)
     screen = console.is_terminal and not console.is_dumb_terminal
     stats = RunStats(run.topics.run)

@@ -1,21 +1,24 @@
-"""Print the answers of `why`."""
+"""`why`: explain what each role waits for."""
 
 from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
-from typing import Final
+from typing import Annotated, Final
 
+import typer
+
+from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.loop.run_lifecycle import run_is_over
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.core.system.console import say
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.disk_watch import broker_words, full_disk
-from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.waits import StepWait, Summary, summarise, waits_of
@@ -28,35 +31,46 @@ BLANK: Final = " "
 """Empty cell; "" would appear as a dash."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Question about a moment, a step, the whole run, or the present."""
+def why(
+    run: RunArgument,
+    moment: Annotated[
+        str,
+        typer.Option(
+            "--at", metavar="TIME", help="Point in time: seconds after the start, or ISO 8601."
+        ),
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="Time of this step's batch decision.")] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print totals of an unfinished run.")
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Explain what each role waits for, since when, which role blocks it, and what to do about it.
 
-    at: str = ""
-    step: int | None = None
-    summary: bool = False
-    as_json: bool = False
+    For a finished run: how long each role waited in total, and for what.
+    """
+    if sum((bool(moment), step is not None, summary)) > 1:
+        raise UsageError("--at, --step and --summary exclude each other")
+    with opened(run, root) as open_run:
+        bus, topics = open_run.bus, open_run.topics
+        if summary:
+            _print_summary(open_run, as_json=as_json)
+        elif moment:
+            moment_ns = _moment_ns(open_run, moment)
+            _print_answer(why_at(bus, topics, at_ns=moment_ns), as_json=as_json)
+        elif step is not None:
+            wait = _wait_of(open_run, step)
+            moment_ns = wait.taken_ns - 1
+            _print_answer(why_at(bus, topics, at_ns=moment_ns), wait, as_json=as_json)
+        else:
+            _print_present(open_run, as_json=as_json)
 
 
-def answer(run: OpenRun, asked: Asked) -> None:
-    """Print the answer. Raises UsageError for an invalid question."""
-    if asked.summary:
-        _print_summary(run, asked)
-    elif asked.at:
-        moment_ns = _moment_ns(run, asked.at)
-        _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked)
-    elif asked.step is not None:
-        wait = _wait_of(run, asked.step)
-        moment_ns = wait.taken_ns - 1
-        _print_answer(why_at(run.bus, run.topics, at_ns=moment_ns), asked, wait)
-    else:
-        _print_present(run, asked)
-
-
-def _print_present(run: OpenRun, asked: Asked) -> None:
+def _print_present(run: OpenRun, *, as_json: bool) -> None:
     end = run.bus.end(TopicPartition(run.topics.decisions, 0))
     if run_is_over(run.bus, run.topics, end, SystemClock()):
-        _print_summary(run, asked)
+        _print_summary(run, as_json=as_json)
         return
     if full := full_disk(run.directory.path, run.store):
         say(f"{full}; the run waits for disk space and dispatches nothing")
@@ -70,7 +84,7 @@ def _print_present(run: OpenRun, asked: Asked) -> None:
         )
         moment_ns = answer.at_ns - int(answer.heard_s * 1e9)
         answer = why_at(run.bus, run.topics, at_ns=moment_ns)
-    _print_answer(answer, asked)
+    _print_answer(answer, as_json=as_json)
 
 
 def _wait_of(run: OpenRun, step: int) -> StepWait:
@@ -84,8 +98,8 @@ def _wait_of(run: OpenRun, step: int) -> StepWait:
     return wait
 
 
-def _print_answer(answer: WhyAnswer, asked: Asked, wait: StepWait | None = None) -> None:
-    if asked.as_json:
+def _print_answer(answer: WhyAnswer, wait: StepWait | None = None, *, as_json: bool) -> None:
+    if as_json:
         step = {} if wait is None else {"waits_of_step": asdict(wait)}
         emit_json({**step, **asdict(answer)})
         return
@@ -112,10 +126,10 @@ def _print_answer(answer: WhyAnswer, asked: Asked, wait: StepWait | None = None)
         emit_line("  " * depth + line)
 
 
-def _print_summary(run: OpenRun, asked: Asked) -> None:
+def _print_summary(run: OpenRun, *, as_json: bool) -> None:
     with closing(run.tables()) as tables:
         summary = summarise(run.bus, run.topics, tables)
-    if asked.as_json:
+    if as_json:
         emit_json(asdict(summary))
         return
     above = (summary.head, summary.failed.words, summary.ahead, *summary.alarms, *summary.fallbacks)

@@ -115,6 +115,12 @@ def load_config(path: Path, overrides: Sequence[str], *, another: bool = False) 
     return laid_over(table, overrides, folder)
 
 
+def config_file_in(path: Path) -> Path:
+    """Return the configuration file of a run's directory, or the path itself."""
+    inside = path / "config.toml"
+    return inside if inside.is_file() else path
+
+
 def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
     """Return the Config of a table with `key=value` overrides; `folder` contains modules of users.
     Raises ConfigError."""

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Any, Final
 
 import msgspec
@@ -284,16 +286,11 @@ def disk_parts(shape: ModelShape, config: Config) -> Parts:
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    plain = msgspec.to_builtins(config)
     for key, value in keys.items():
         *sections, name = key.split(".")
-        holders = [config]
-        for section in sections:
-            holders.append(getattr(holders[-1], section))
-        changed: Any = tuple(value) if isinstance(value, list) else value
-        for holder, field in zip(reversed(holders), (name, *reversed(sections)), strict=True):
-            changed = msgspec.structs.replace(holder, **{field: changed})
-        config = changed
-    return config
+        reduce(getitem, sections, plain)[name] = value
+    return msgspec.convert(plain, Config)
 
 
 def worker_keys(
@@ -368,10 +365,4 @@ def _trainer_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _changed(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:
-    def value_of(key: str) -> Any:
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
-        return value
-
-    return {key: value for key, value in keys.items() if value_of(key) != value}
+    return {key: value for key, value in keys.items() if attrgetter(key)(config) != value}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.config.load import load_config
+from dora_pipe.config.load import config_file_in, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import (
@@ -170,10 +170,7 @@ def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:
 
 
 def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
-    inside = config / "config.toml"
-    if inside.is_file():
-        return load_config(inside, overrides)
-    return load_config(config, overrides)
+    return load_config(config_file_in(config), overrides)
 
 
 def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:

@@ -110,7 +110,7 @@ def test_command_shows_what_ascii_cannot_say(
 
 @pytest.mark.parametrize(
     "module",
-    ["dora_pipe.cli.app", "typer", "pydantic", "pyarrow", "dora_pipe.cli.commands.observe"],
+    ["dora_pipe.cli.app", "typer", "pydantic", "pyarrow", "dora_pipe.cli.show"],
 )
 def test_ctrl_c_while_the_commands_are_imported_is_one_line(module: str) -> None:
     done = subprocess.run(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli.commands.start import run
+from dora_pipe.cli.start import run
 from dora_pipe.core.errors import ConfigError
 from tests.support.user_run import furnish
 

@@ -10,7 +10,7 @@ from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka import client as kafka_client
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.cli import demo as demo_module
-from dora_pipe.cli.commands.machine import demo
+from dora_pipe.cli.demo import demo
 from dora_pipe.core.errors import BusError, UsageError
 from dora_pipe.launch.run_dir import RunDir
 from infra.kafka.broker import tidied_client

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dora_pipe.cli import doctor
-from dora_pipe.cli.commands.start import worker
+from dora_pipe.cli.start import worker
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError

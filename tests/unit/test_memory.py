@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from dora_pipe.cli.memory import estimate, print_estimate
+from dora_pipe.cli.memory import estimate, memory_command
 from dora_pipe.config.checks import problems_of
 from dora_pipe.consumers.learners.torch import memory as trainer_memory
 from dora_pipe.core.errors import PolicyError, UsageError
@@ -151,13 +151,13 @@ def test_a_model_directory_alone_is_estimated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(plain(NETWORKS["qwen3 mixture"])))
-    assert print_estimate(tmp_path, "2x80", [], as_json=False)
+    memory_command(tmp_path, "2x80")
     printed = capsys.readouterr().out
     for line in ("note: a mixture of experts", "trainer: peak", "set: workers.gpus = [1]"):
         assert line in printed
     longer = ["workers.max_model_len=100000", "trainer.micro_batch_tokens=100000"]
     with pytest.raises(PolicyError, match=r"fewer than workers\.max_model_len = 100000"):
-        print_estimate(tmp_path, "", longer, as_json=False)
+        memory_command(tmp_path, override=longer)
 
 
 @given(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.cli import output
-from dora_pipe.cli.records import record_line
+from dora_pipe.cli.log import record_line
 from dora_pipe.cli.tables import Table
 from dora_pipe.core.errors import ConfigError, printable
 from dora_pipe.core.pure.records import Record

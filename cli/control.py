@@ -11,10 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from dora_pipe.cli.lazy import lazy_app
+from dora_pipe.audit.effective_config import check_change
 from dora_pipe.cli.options import RunArgument, RunsOption
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.pure.records import Append
 from dora_pipe.core.system.console import RUNS, say
+from dora_pipe.launch.plan import refuse_over
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.wire import encode
 
 
 def set_keys(
@@ -23,8 +29,6 @@ def set_keys(
     root: RunsOption = RUNS,
 ) -> None:
     """Change settings of a run from its next step on."""
-    from dora_pipe.config.changes import LOGGED
-
     args = {}
     for word in changes:
         key, equals, value = word.partition("=")
@@ -79,14 +83,6 @@ def fail_batch(
 
 
 def _send(run: str, verb: str, args: dict[str, Any], root: Path) -> None:
-    """Append a command to the control topic; it takes effect at its offset."""
-    from dora_pipe.audit.effective_config import check_change
-    from dora_pipe.core.pure.records import Append
-    from dora_pipe.launch.plan import refuse_over
-    from dora_pipe.launch.run_dir import opened
-    from dora_pipe.schemas.control import Command
-    from dora_pipe.schemas.wire import encode
-
     command = Command(at_ns=time.time_ns(), user=getpass.getuser(), verb=verb, args=args)
     with opened(run, root) as open_run, closing(open_run.bus.writer()) as writer:
         topic = open_run.topics.control
@@ -102,38 +98,3 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-control = lazy_app(
-    {
-        "Commands": {
-            "pause": (
-                "cli.commands.control:pause",
-                "Dispatch no new groups.",
-                "control pause demo",
-            ),
-            "resume": (
-                "cli.commands.control:resume",
-                "Continue a paused run.",
-                "control resume demo",
-            ),
-            "drain": (
-                "cli.commands.control:drain",
-                "Let a worker leave a run.",
-                "control drain demo w1",
-            ),
-            "stop": (
-                "cli.commands.control:stop",
-                "End a run early.",
-                "control stop demo --after 30",
-            ),
-            "fail-batch": (
-                "cli.commands.control:fail_batch",
-                "End a batch that cannot be trained.",
-                "control fail-batch demo",
-            ),
-        }
-    },
-    name="control",
-    help="Pause, resume or stop a run, drain a worker, end a batch.",
-)

@@ -1,22 +1,35 @@
-"""Rows of `show`, `log topics` and `log read`."""
+"""`log`: create, read and copy the topics of a run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from contextlib import closing
+from itertools import islice
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 from rich.cells import cell_len
 
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
-from dora_pipe.cli.output import emit_json, emit_line, terminal_columns
-from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
+from dora_pipe.bus.copy import copy_topics
+from dora_pipe.cli.options import (
+    ConfigArgument,
+    JsonOption,
+    OverrideOption,
+    RunArgument,
+    RunsOption,
+)
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, terminal_columns
+from dora_pipe.cli.progress import progress
+from dora_pipe.core.errors import ConfigError, SchemaError, UsageError, printable
 from dora_pipe.core.pure.records import Record, TopicPartition
-from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
-from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.core.system.console import RUNS, say
+from dora_pipe.launch.copy_run import copy_target
+from dora_pipe.launch.plan import create_topics
+from dora_pipe.launch.run import load_wanted
+from dora_pipe.launch.run_dir import OpenRun, opened, run_dir
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
@@ -28,43 +41,92 @@ POLL_S: Final = 1.0
 MORE: Final = len("  +99")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Filter of `log read`; empty, 0 and -1 match all."""
+def create(config: ConfigArgument, override: OverrideOption = None) -> None:
+    """Create the topics of a run, or check those that exist.
 
-    topic: str
-    kind: str = ""
-    key: str = ""
-    partition: int = -1
-    offset: int = 0
-    limit: int = 0
-    follow: bool = False
-
-
-def run_rows(root: Path) -> list[dict[str, Any]]:
-    """Return a row per run; unreadable runs give the reason."""
-    rows = []
-    for path in sorted(root.glob("*/config.toml")):
-        try:
-            with opened(RunDir(path.parent).words) as run:
-                rows.append(_run_row(run))
-        except DoraError as error:
-            rows.append({"run": path.parent.name, "state": f"unreadable: {error.message}"})
-    return rows
+    `run` and `orchestrator` do the same if their user may create topics.
+    """
+    resolved = load_wanted(config, override or ())
+    if not resolved.bus.url:
+        raise ConfigError(
+            "log create needs a kafka:// log; this run uses SQLite",
+            hint="`dora-pipe run` creates a SQLite log in the run's directory",
+        )
+    with closing(run_dir(resolved).open_bus(resolved)) as bus:
+        topics = create_topics(bus, resolved)
+        for name in topics.all():
+            say(f"{name}: {bus.partitions(name)} partitions")
 
 
-def _run_row(run: OpenRun) -> dict[str, Any]:
-    stats = RunStats(run.topics.run)
-    stats.read(run.bus, run.topics, statuses=False)
-    return {
-        "run": run.config.run.name,
-        "steps": stats.version,
-        "reward": stats.steps[-1].reward if stats.steps else None,
-        "of": run.config.run.steps,
-        "task": ", ".join(task.name or task.kind for task in run.config.tasks),
-        "log": run.directory.bus_url(run.config),
-        "state": stats.state,
-    }
+def topics(run: RunArgument, as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
+    """List the topics of a run: partitions, positions, records and bytes."""
+    with opened(run, root) as open_run:
+        rows = topic_rows(open_run)
+    emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
+
+
+def read(
+    run: RunArgument,
+    topic: Annotated[
+        str,
+        typer.Argument(help="control, metrics, decisions, trajectories, progress or dead-letters."),
+    ] = "control",
+    kind: Annotated[str, typer.Option(help="Only records of this kind.")] = "",
+    key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
+    partition: Annotated[int, typer.Option(help="Partition; -1: all.")] = -1,
+    offset: Annotated[int, typer.Option("--from", help="First offset.")] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum records; 0: no limit.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Print the records of a topic, one per line; `--json` prints all fields."""
+    with opened(run, root) as open_run:
+        records = _records(open_run, topic, offset, partition, follow=follow)
+        matching = (
+            (record, content)
+            for record, content in records
+            if key in ("", _text(record.key)) and kind in ("", content.get("kind"))
+        )
+        for record, content in islice(matching, limit or None):
+            if as_json:
+                place = {"partition": record.partition, "offset": record.offset}
+                emit_json({**place, "key": _text(record.key), "record": content})
+            else:
+                emit_line(record_line(record, content, terminal_columns()))
+
+
+def copy(
+    run: RunArgument,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="DST", help="FILE.sqlite, or kafka://HOST:PORT[,HOST:PORT]/RUN."),
+    ],
+    allow_lost: Annotated[
+        bool,
+        typer.Option("--allow-lost", help="Copy records whose blob is lost, without the blob."),
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Copy a run's log into a SQLite file or onto Kafka, and compare both.
+
+    Keeps offsets and large values. Run it again to continue an interrupted copy, or to copy newer
+    records. Other commands accept the file as a run.
+    """
+    with (
+        opened(run, root) as source,
+        copy_target(source, target, root) as copied,
+        progress("copying") as report,
+    ):
+        done = copy_topics(source.bus, copied, source.topics.all(), report, allow_lost=allow_lost)
+    if as_json:
+        emit_json({"records": done.records, "added": done.added, "digest": done.digest})
+        return
+    if done.lost:
+        say(f"{done.lost} large values are lost in the source and in the copy")
+    emit_line(f"{target}: {done.added} records copied, {done.records} compared")
+    emit_line(f"digest {done.digest}")
 
 
 def topic_rows(run: OpenRun) -> list[dict[str, Any]]:
@@ -89,34 +151,16 @@ def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
     }
 
 
-def print_records(run: OpenRun, query: Wanted, *, as_json: bool) -> None:
-    """Print one line per record.
-
-    Raises UsageError for an unknown topic.
-    """
-    name = f"{run.config.run.name}.{query.topic}"
+def _records(
+    run: OpenRun, topic: str, offset: int, partition: int, *, follow: bool
+) -> Iterator[tuple[Record, dict[str, Any]]]:
+    name = f"{run.config.run.name}.{topic}"
     if name not in run.topics.all():
-        known_topics = ", ".join(topic.partition(".")[2] for topic in run.topics.all())
-        raise UsageError(f"no topic {query.topic!r}", hint=f"there are: {known_topics}")
-    partition = None if query.partition < 0 else query.partition
-    shown = 0
-    for record in _from(run, name, query.offset, partition, follow=query.follow):
-        if query.key and _text(record.key) != query.key:
-            continue
-        content = readable(query.topic, record)
-        if query.kind and content.get("kind") != query.kind:
-            continue
-        if as_json:
-            emit_json({**_place(record), "key": _text(record.key), "record": content})
-        else:
-            emit_line(record_line(record, content, terminal_columns()))
-        shown += 1
-        if shown == query.limit:
-            break
-
-
-def _place(record: Record) -> dict[str, int]:
-    return {"partition": record.partition, "offset": record.offset}
+        known_topics = ", ".join(name.partition(".")[2] for name in run.topics.all())
+        raise UsageError(f"no topic {topic!r}", hint=f"there are: {known_topics}")
+    chosen = None if partition < 0 else partition
+    for record in _from(run, name, offset, chosen, follow=follow):
+        yield record, readable(topic, record)
 
 
 def _text(key: bytes) -> str:

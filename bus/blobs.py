@@ -12,10 +12,8 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, Protocol
@@ -25,7 +23,7 @@ from msgspec import structs
 
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.bus import Bus, Reader, Writer
-from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
+from dora_pipe.bus.checks import check_position, record_bytes
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.core.system.durable import sync
@@ -38,12 +36,6 @@ BLOB_LOST: Final = "blob-lost"
 BLOB_BYTES_MAX: Final = 1 << 30
 BLOB_TOPICS: Final = ("trajectories", "progress", "dead-letters")
 """Last name parts of topics that may use blobs."""
-
-AT_ONCE: Final = 2
-"""Concurrent reads or writes; more does not help a disk."""
-
-AHEAD_BYTES: Final = 32 * 1024 * 1024
-"""Maximum read-ahead of fetched records' blobs."""
 
 _HEADERS: Final = (BLOB, BLOB_BYTES, BLOB_LOST)
 _NAME: Final = itemgetter(0)
@@ -149,25 +141,17 @@ class BlobWriter(Writer):
     def __init__(self, bus: BlobBus, inner: Writer) -> None:
         self.inner = inner
         self._bus = bus
-        self._here = OpenedHere("this writer")
         self._limits: dict[str, int] = {}
-        self._pool = _threads()
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        self._here.check()
         while True:
             try:
-                return self.inner.append(self._kept(records))
+                return self.inner.append([self._kept(record) for record in records])
             except RecordTooLarge as error:
                 limit, known_limit = error.limit_bytes, self._limits.get(error.topic, sys.maxsize)
                 if limit is None or limit >= known_limit or not self._bus.eligible(error.topic):
                     raise
                 self._limits[error.topic] = limit
-
-    def _kept(self, records: Sequence[Append]) -> list[Append]:
-        submit, work = self._pool.submit, self._checked_in
-        begun = [submit(work, record) if self._large(record) else record for record in records]
-        return [entry if isinstance(entry, Append) else entry.result() for entry in begun]
 
     def _large(self, record: Append) -> bool:
         if not self._bus.eligible(record.topic):
@@ -176,7 +160,9 @@ class BlobWriter(Writer):
         fits = limit is None or record_bytes(record) <= limit
         return not fits or (above is not None and len(record.value) > above)
 
-    def _checked_in(self, record: Append) -> Append:
+    def _kept(self, record: Append) -> Append:
+        if not self._large(record):
+            return record
         if len(record.value) > self._bus.bytes_max:
             raise RecordTooLarge(
                 f"a value of {len(record.value)} bytes for topic {record.topic}: "
@@ -189,8 +175,6 @@ class BlobWriter(Writer):
         return structs.replace(record, value=b"", headers=(*record.headers, *blob))
 
     def close(self) -> None:
-        self._here.close()
-        self._pool.shutdown(cancel_futures=True)
         self.inner.close()
 
 
@@ -200,49 +184,32 @@ class BlobReader(ReaderWrapper):
     def __init__(self, bus: BlobBus, inner: Reader) -> None:
         super().__init__(inner)
         self._bus = bus
-        self._here = OpenedHere("this reader")
         self._waiting: deque[Record] = deque()  # read, but above the last bound
-        self._begun: dict[tuple[TopicPartition, int], Future[Record]] = {}
-        self._pool = _threads()
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        self._here.check()
         if not self._waiting:
             self._waiting.extend(
                 self.inner.poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
             )
-        records = [self._ended(record) for record in self._begin(records_max, bytes_max, least=1)]
-        for _ in records:
-            self._waiting.popleft()
-        self._begin(records_max, AHEAD_BYTES, least=0)
+        records: list[Record] = []
+        try:
+            while self._waiting and len(records) < records_max:
+                bytes_max -= record_bytes(self._waiting[0]) + blob_bytes(self._waiting[0])
+                if records and bytes_max < 0:
+                    break
+                records.append(self._restored(self._waiting[0]))
+                self._waiting.popleft()
+        except BusError:
+            if not records:
+                raise
         return records
 
-    def _begin(self, records_max: int, bytes_max: int, *, least: int) -> list[Record]:
-        """Start reading the blobs of the next records, at least `least`."""
-        within: list[Record] = []
-        for record in islice(self._waiting, records_max):
-            bytes_max -= record_bytes(record) + blob_bytes(record)
-            if len(within) >= least and bytes_max < 0:
-                break
-            within.append(record)
-            location = (record.at, record.offset)
-            if blob_of(record) and location not in self._begun:
-                self._begun[location] = self._pool.submit(self._whole, record)
-        return within
-
-    def _ended(self, record: Record) -> Record:
-        begun = self._begun.pop((record.at, record.offset), None)
-        try:
-            return record if begun is None else begun.result()
-        except BusError:
-            self._begun.clear()
-            raise
-
-    def _whole(self, record: Record) -> Record:
+    def _restored(self, record: Record) -> Record:
         blob = _blob(record)
-        assert blob is not None
+        if blob is None:
+            return record
         digest, size_bytes = blob
         if size_bytes > self._bus.bytes_max:
             return _lost(record, f"{size_bytes} bytes exceed the limit")
@@ -262,18 +229,6 @@ class BlobReader(ReaderWrapper):
         check_position(tp, position)
         self.inner.seek(tp, position)
         self._waiting = deque(entry for entry in self._waiting if entry.at != tp)
-        self._begun = {
-            location: future for location, future in self._begun.items() if location[0] != tp
-        }
-
-    def close(self) -> None:
-        self._here.close()
-        self._pool.shutdown(cancel_futures=True)
-        self.inner.close()
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="blobs")
 
 
 def blob_bytes(record: Record) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -27,32 +26,27 @@ POSITION_MAX = 1 << 40
 FILLER: Final = "filler"
 """Header of a record that only fills an offset; readers skip it."""
 
-FORK_HINT = "close the bus before the fork, and open it again on both sides"
-
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # within Kafka's limit, with its suffixes
 
 
-class OpenedHere:
-    """Guard against use after `close` or in a forked child."""
+class Lifetime:
+    """Guard against use after `close`."""
 
-    __slots__ = ("_pid", "_what", "closed")
+    __slots__ = ("_what", "closed")
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pid = os.getpid()
         self.closed = False
 
     def check(self) -> None:
-        """Raises BusError after `close` and in a forked child."""
+        """Raises BusError after `close`."""
         if self.closed:
             raise BusError(f"{self._what} is closed")
-        if os.getpid() != self._pid:
-            raise BusError(f"{self._what} was opened before a fork", hint=FORK_HINT)
 
     def close(self) -> bool:
-        """Return True on the first call, outside a forked child."""
+        """Return True on the first call."""
         first, self.closed = not self.closed, True
-        return first and os.getpid() == self._pid
+        return first
 
 
 def check_spec(spec: TopicSpec) -> None:

@@ -3,8 +3,7 @@
 WAL mode and `synchronous=FULL`: commits are on disk when they return. No transaction stays open
 between calls, which would block checkpoints.
 
-SQLite forbids using or closing a connection in a forked child, so those reject every use and are
-never closed. A child must not open the same file: it would take no locks and lose its writes.
+Open nothing before a fork: SQLite forbids using or closing a connection in a forked child.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.bus.checks import FORK_HINT, OpenedHere
+from dora_pipe.bus.checks import Lifetime
 from dora_pipe.core.errors import BusError, BusFull, LogDamaged, OutcomeUnknown
 from dora_pipe.core.system.durable import sync
 
@@ -54,18 +52,6 @@ CREATE VIEW log AS
   FROM records JOIN topics ON topics.id = at >> 52;
 """
 
-_live: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
-_inherited: list[SqliteFile] = []
-
-
-def _keep_inherited() -> None:
-    """Keep references to the parent's connections in a forked child, so that nothing
-    closes them."""
-    _inherited.extend(file for file in _live if not file.closed)
-
-
-os.register_at_fork(after_in_child=_keep_inherited)
-
 
 class SqliteFile:
     """Connection to a log; `create` creates missing files and tables.
@@ -75,12 +61,9 @@ class SqliteFile:
 
     def __init__(self, path: Path, *, create: bool = False, patient: bool = True) -> None:
         self.path = path
-        self._here = OpenedHere(str(path))
-        if path.resolve() in {file.path.resolve() for file in _inherited}:
-            raise BusError(f"{path} was opened before this process forked", hint=FORK_HINT)
+        self._lifetime = Lifetime(str(path))
         with self.errors():
             self.connection = _connect(path, create=create)
-        _live.add(self)
         self.placed: dict[int, tuple[int, int]] = {}
         """Begin and end of each copied partition, by the row of its offset 0."""
         with ExitStack() as undo, self.errors():
@@ -206,16 +189,16 @@ class SqliteFile:
         return BusError(f"{self.path}: {error}")
 
     def check_usable(self) -> None:
-        """Raises BusError after `close` and in a forked child."""
-        self._here.check()
+        """Raises BusError after `close`."""
+        self._lifetime.check()
 
     @property
     def closed(self) -> bool:
-        return self._here.closed
+        return self._lifetime.closed
 
     def close(self) -> None:
         """Close the connection; idempotent. The last one checkpoints the WAL."""
-        if self._here.close():
+        if self._lifetime.close():
             self.connection.close()
 
 

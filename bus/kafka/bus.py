@@ -26,7 +26,7 @@ from kafka.protocol.consumer import IsolationLevel
 
 from dora_pipe.bus.bus import Bus, Reader, TopicSpec, Writer
 from dora_pipe.bus.checks import (
-    OpenedHere,
+    Lifetime,
     check_appends,
     check_exists,
     check_position,
@@ -104,7 +104,7 @@ class KafkaBus(Bus):
         self.servers = list(servers)
         self.security = security
         self.delivery_limit_s = delivery_limit_s
-        self._here = OpenedHere(f"kafka://{','.join(servers)}")
+        self._lifetime = Lifetime(f"kafka://{','.join(servers)}")
         self._parts: list[KafkaReader | KafkaWriter] = []
         self._specs: dict[str, TopicSpec] = {}
         self._lock = threading.Lock()  # also used by the writer's thread
@@ -204,16 +204,16 @@ class KafkaBus(Bus):
         return self._keep(KafkaReader(self, positions))
 
     def writer(self, *, exclusive: str | None = None) -> KafkaWriter:
-        self._here.check()
+        self._lifetime.check()
         return self._keep(KafkaWriter(self, exclusive))
 
     def _keep(self, part: _Part) -> _Part:
-        self._parts = [each for each in self._parts if not each.here.closed]
+        self._parts = [each for each in self._parts if not each.lifetime.closed]
         self._parts.append(part)
         return part
 
     def spec(self, topic: str) -> TopicSpec:
-        self._here.check()
+        self._lifetime.check()
         if topic not in self._specs:
             self._specs[topic] = self.facts([topic])[0].spec
         return self._specs[topic]
@@ -234,7 +234,7 @@ class KafkaBus(Bus):
 
     def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
         """Return an admin call's result; one call at a time."""
-        self._here.check()
+        self._lifetime.check()
         with self.errors(needs=needs), self._lock:
             return _retry_without_leader(lambda: call(self._admin))
 
@@ -245,7 +245,7 @@ class KafkaBus(Bus):
         for part in self._parts:
             part.close()
         self._parts.clear()
-        if self._here.close():
+        if self._lifetime.close():
             self._admin.close()
 
 
@@ -275,7 +275,7 @@ class KafkaReader(Reader):
     """Reader of assigned partitions, without a consumer group; prefetches within bounds."""
 
     def __init__(self, bus: KafkaBus, positions: Mapping[TopicPartition, int]) -> None:
-        self.here = OpenedHere("this reader")
+        self.lifetime = Lifetime("this reader")
         self._bus = bus
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
@@ -297,7 +297,7 @@ class KafkaReader(Reader):
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
     ) -> list[Record]:
         """Return the next records. Raises BusError in an outage."""
-        self.here.check()
+        self.lifetime.check()
         came: list[Record] = []
         if not self._fetched:
             try:
@@ -389,7 +389,7 @@ class KafkaReader(Reader):
     def held_back(self) -> list[TopicPartition]:
         """Return the partitions whose last known high watermark is after the readable end; all
         while throttled."""
-        self.here.check()
+        self.lifetime.check()
         assigned = sorted(TopicPartition(*partition) for partition in self._consumer.assignment())
         if self._slow or not self._empty:
             return assigned if self._slow else []
@@ -406,11 +406,11 @@ class KafkaReader(Reader):
             self._consumer.seek(partition, position)
 
     def close(self) -> None:
-        if self.here.close():
+        if self.lifetime.close():
             self._consumer.close(autocommit=False)
 
     def _assigned(self, tp: TopicPartition) -> KafkaPartition:
-        self.here.check()
+        self.lifetime.check()
         partition = KafkaPartition(*tp)
         if partition not in self._consumer.assignment():
             raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
@@ -423,14 +423,14 @@ class KafkaWriter(Writer):
     def __init__(self, bus: KafkaBus, exclusive: str | None) -> None:
         self._bus = bus
         self._name = exclusive
-        self.here = OpenedHere("this writer")
+        self.lifetime = Lifetime("this writer")
         self._broken = False
         self._producer: KafkaProducer | None = None
         self._client: PatientClient | None = None
         self._open()
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        self.here.check()
+        self.lifetime.check()
         if self._broken:
             raise BusError("this exclusive writer lost track of its appends; open a new one")
         topics = {each.topic for each in records}
@@ -527,5 +527,5 @@ class KafkaWriter(Writer):
             discard(producer, self._bus.delivery_limit_s)
 
     def close(self) -> None:
-        if self.here.close() and self._producer is not None:
+        if self.lifetime.close() and self._producer is not None:
             discard(self._producer, self._bus.delivery_limit_s)

@@ -5,15 +5,11 @@ A check raises AssertionError. Checks are functions, so that tests also run them
 
 from __future__ import annotations
 
-import os
-import warnings
-
 import pytest
 
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.core.errors import (
     BusError,
-    DoraError,
     Fenced,
     OutcomeUnknown,
     RecordTooLarge,
@@ -177,32 +173,6 @@ def what_was_appended_is_there_after_reopening(harness: Harness) -> None:
     assert after[0] > before[-1] + 1, "offsets go on, and leave a gap"
     reader = again.reader({partition: 0})
     assert values(read(reader, 3)) == [b"a", b"b", b"c"]
-
-
-def a_forked_child_is_refused(harness: Harness) -> None:
-    bus, topic, partition = opened(harness)
-    reader, writer = bus.reader({partition: 0}), bus.writer()
-    if not harness.shared:
-        return  # after a fork, a log in memory is a separate log
-    with warnings.catch_warnings():
-        # Newer Pythons warn about forks in threaded processes.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        refused = 0
-        for use in (
-            lambda: reader.poll(timeout_s=0),
-            lambda: writer.append(appends(topic, "child")),
-            lambda: bus.end(partition),
-        ):
-            try:
-                use()
-            except DoraError as error:
-                refused += "fork" in error.message
-        os._exit(0 if refused == 3 else 1)
-    assert os.waitpid(child, 0)[1] == 0, "a forked child could use what its parent opened"
-    writer.append(appends(topic, "parent"))
-    assert values(read(reader, 1)) == [b"parent"]
 
 
 # Deletion, and readers of deleted records

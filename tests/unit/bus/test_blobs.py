@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import queue
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus import blobs as blobs_module
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.blobs import (
     BLOB,
@@ -25,7 +23,7 @@ from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+from dora_pipe.core.errors import BusFull, RecordTooLarge
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.schemas.wire import digest_as
 from tests.support.bus_steps import catch_up, values
@@ -249,60 +247,6 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: BlobBus) -> None:
         assert reader.position(AT) > record.offset
     assert reader.poll(timeout_s=0) == []
     assert reader.position(AT) == bus.end(AT)
-
-
-class ToldFiles(BlobFiles):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.begun: queue.Queue[int] = queue.Queue()
-        self.away = 0
-
-    def read(self, digest: str, size_bytes: int) -> bytes | None:
-        self.begun.put(size_bytes)
-        if self.away:
-            self.away -= 1
-            raise BusError("away")
-        return super().read(digest, size_bytes)
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
-    files = ToldFiles(tmp_path / "told")
-    bus = BlobBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
-    bus.create([TopicSpec(name=TOPIC)])
-    bus.writer().append([large(bytes(2001 + index)) for index in range(4)])
-    return files, bus
-
-
-def test_the_next_values_are_read_while_the_first_is_looked_at(
-    watched: tuple[ToldFiles, BlobBus], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, bus = watched
-    monkeypatch.setattr(blobs_module, "AHEAD_BYTES", 4800)
-    reader = bus.reader({AT: 0})
-    assert [len(record.value) for record in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
-    assert {files.begun.get(timeout=10) for _ in range(3)} == {2001, 2002, 2003}, (
-        "two of them go into the bound"
-    )
-    assert [len(record.value) for record in reader.poll(timeout_s=0, bytes_max=2500)] == [2002]
-    assert files.begun.get(timeout=10) == 2004, "what was read ahead is not read again"
-    assert [len(record.value) for record in reader.poll(timeout_s=0)] == [2003, 2004]
-    reader.close()
-    assert files.begun.empty()
-
-
-def test_a_value_that_could_not_be_read_ahead_is_read_again(
-    watched: tuple[ToldFiles, BlobBus],
-) -> None:
-    files, bus = watched
-    reader = bus.reader({AT: 0})
-    reader.poll(timeout_s=0, bytes_max=2500)
-    reader.seek(AT, 0)
-    files.away = 4
-    with pytest.raises(BusError, match="away"):
-        reader.poll(timeout_s=0)
-    files.away = 0
-    assert [len(record.value) for record in reader.poll(timeout_s=0)] == [2001, 2002, 2003, 2004]
 
 
 def test_seeking_forgets_what_waited_in_that_partition(bus: BlobBus) -> None:

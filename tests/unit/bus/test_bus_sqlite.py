@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -246,37 +244,6 @@ def test_a_poll_with_nothing_new_asks_one_question(bus: SqliteBus) -> None:
     writer.append(texts("b"))
     assert len(reader.poll(timeout_s=0)) == 1
     assert len(asked) > 4
-
-
-def in_a_child(use: Callable[[], object]) -> str:
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            use()
-        except BusError as error:
-            os.write(write, error.message.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return text
-
-
-def test_a_child_may_not_open_what_its_parent_held_open(bus: SqliteBus, path: Path) -> None:
-    reader = bus.reader({AT: 0})
-    assert "opened before this process forked" in in_a_child(SqliteBus(path).topics)
-    assert "opened before this process forked" in in_a_child(lambda: bus.reader({AT: 0}))
-    bus.writer().append(texts("a"))
-    assert len(reader.poll(timeout_s=0)) == 1
-    bus.close()
-    assert in_a_child(lambda: SqliteBus(path).writer().append(texts("b"))) == ""
-    again = SqliteBus(path)
-    assert landed(again) == ["a", "b"]
-    again.close()
 
 
 class Time:

@@ -96,6 +96,11 @@ VIEWS: Final = {
                    least(until_ns, taken_ns) as until_ns
             from changes join waited using (step, part)
             union all select step, part, -1, 'stopped', null, version, free_ns, taken_ns from waited
+        ), unusable as (
+            select p.step, p.part from pieces p join groups on purpose = 'train'
+                and outcome in ('filtered', 'failed') and ended_ns between from_ns and until_ns
+            where kind = 'admission' group by p.step, p.part
+            having count(*) >= (select count(*) from groups t where t.step = p.step)
         ), lasted as (
             select p.*, coalesce(sum(greatest(0, least(p.until_ns, m.at_ns)
                        - greatest(p.from_ns, m.since_ns))) filter (m.kind is not null), 0)
@@ -106,7 +111,8 @@ VIEWS: Final = {
                       else until_ns - from_ns - stopped_ns end as lasted_ns
             from lasted
         )
-        select step, part, kind, worker, version, lasted_ns / 1e9 as seconds
+        select step, part, if(kind = 'admission' and (step, part) in (from unusable), 'unusable',
+                              kind) as kind, worker, version, lasted_ns / 1e9 as seconds
         from left_over where lasted_ns > 0 order by step, part, place""",
 }
 

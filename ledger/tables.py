@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 12
+FORM: Final = 13
 """Bump to rebuild saved catalogues."""
 
 

@@ -2,7 +2,8 @@
 
 The catalogue's view `waits` divides the wait for a batch by the state of its last trajectory:
 
-    commit before ... dispatched   `admission`: no group could be admitted, or no slot was free
+    commit before ... dispatched   `admission`: no group could be admitted, or no slot was free;
+                                   `unusable`: a batch's worth of groups was filtered or failed
     dispatched ...... placed       `queue`: no slot was free on a worker of its version
     placed .......... logged       `sampling`, or `lost` for an attempt without a result
     logged .......... taken        `decision`
@@ -82,7 +83,7 @@ FALLBACKS: Final = """
 SILENT_INTERVALS: Final = 6.0
 """Gap between statuses, in usual intervals."""
 
-Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
+Kind = Literal["admission", "unusable", "queue", "lost", "sampling", "decision"]
 
 WAITS: Final = """
     with pieces as (
@@ -126,6 +127,8 @@ def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
     match kind:
         case "admission":
             return f"no group could start: staleness or in-flight limit {of}"
+        case "unusable":
+            return f"groups were filtered or failed {of}"
         case "queue":
             return f"no free slot {of}"
         case "lost":

@@ -44,6 +44,7 @@ SILENT: Final = "see its log; restart it"
 ADVICE: Final[Mapping[str, str]] = {
     # Trainer, by cause of the last trajectory of the batch.
     "admission": "raise staleness.max_staleness or staleness.async_batches, or add slots",
+    "unusable": "change the reward or the data: these groups give no gradient",
     "queue": "raise workers.max_num_seqs or workers.count",
     "lost": "see that worker's log: it died or was fenced",
     "sampling": "add workers, or lower sampling.max_tokens",

@@ -14,7 +14,7 @@ from dora_pipe.ledger.database import COUNTS, Catalogue, fresh_catalogue, logged
 from dora_pipe.ledger.evaluations import evaluations_of
 from dora_pipe.ledger.tables import TABLES
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
-from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, StopRun
+from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, Outcome, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 
@@ -124,6 +124,23 @@ def test_a_wait_is_cut_where_what_it_was_for_changed_hands(stage: CatalogueStage
         ("sampling", "w1", 0, 1.0),
         ("decision", None, 0, 1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind"), [("filtered", "unusable"), ("cancelled", "admission")]
+)
+def test_a_wait_through_a_batch_of_unusable_groups(
+    stage: CatalogueStage, outcome: Outcome, kind: str
+) -> None:
+    incarnation = stage.worker()
+    stage.train(0)
+    stage.end(stage.group(0), outcome)
+    spec = stage.group(1)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
+    stage.take(1, spec)
+    first = stage.catalogue.one("select kind, step from waits")
+    assert first == (kind, 1)
 
 
 def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) -> None:

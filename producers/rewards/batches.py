@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from dora_pipe.producers.tasks.background import ELSEWHERE, PLACE, Place, call_user_code
+from dora_pipe.producers.tasks.calls import CallState
+from dora_pipe.producers.tasks.execution import ELSEWHERE, PLACE, Place, call_user_code
 from dora_pipe.producers.tasks.values import in_order
 
 BATCH_MAX: Final = 64
@@ -28,11 +29,12 @@ class Batch:
     full: asyncio.Event = field(default_factory=asyncio.Event)
     places: list[Place] = field(default_factory=list)
     answers: asyncio.Task[Sequence[Any]] | None = None
+    waiting: int = 0
 
-    def waits(self, waiting: bool) -> None:
-        """Mark all calls as waiting; see `Place.waits`."""
-        for reward in self.places:
-            reward.waits(waiting)
+    def report(self, state: CallState) -> None:
+        """Report a state of all calls; none of them alone is in the main thread."""
+        for place in self.places:
+            place.report("beside" if state == "main" else state)
 
 
 class Batches:
@@ -53,9 +55,17 @@ class Batches:
         index = len(batch.given)
         batch.given.append(given)
         batch.places.append(PLACE.get(ELSEWHERE))
+        batch.waiting += 1
         if len(batch.given) == BATCH_MAX:
             self._close(batch)
-        return (await asyncio.shield(batch.answers))[index]
+        try:
+            return (await asyncio.shield(batch.answers))[index]
+        finally:
+            batch.waiting -= 1
+            if not batch.waiting:
+                self._close(batch)
+                batch.answers.cancel()
+                await asyncio.wait([batch.answers])  # until the main thread is free
 
     def _close(self, batch: Batch) -> None:
         batch.full.set()
@@ -67,6 +77,7 @@ class Batches:
             await asyncio.wait_for(batch.full.wait(), WAIT_S)
         self._close(batch)
         lists = {name: [arguments[name] for arguments in batch.given] for name in batch.given[0]}
-        PLACE.set(replace(batch.places[0], waits=batch.waits))
+        first = batch.places[0]
+        PLACE.set(Place(threads=first.threads, beside=first.beside, tell=batch.report))
         rewards = await call_user_code(partial(self._function, **lists, **self._options))
         return in_order("a reward of lists", rewards, len(batch.given))

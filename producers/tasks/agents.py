@@ -25,7 +25,7 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.linux import die_with
 from dora_pipe.core.system.own_code import load_attribute
-from dora_pipe.producers.tasks.background import call_beside
+from dora_pipe.producers.tasks.execution import call_beside
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.task import Reward, Row, Task
 

@@ -15,13 +15,13 @@ reaches the pool, and adds those of the text in an event.
 `EpisodeLost` has an external cause, also for idle episodes: the request may start again.
 
 A frame is a length (4 bytes, big-endian) and JSON. The pool sends `Setup` and `Call`s; the process
-sends `Hello` or `Refused`, then one `CallAnswer` per call, in order unless it is `Deferred`.
+sends `Hello` or `Refused`, then a `Progress` for each new state of a call, and its `CallAnswer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -194,6 +194,10 @@ TaskCall = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall
 Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 TaskEvent = Answered | EpisodeLost
 
+CallState = Literal["sent", "waiting", "main", "beside"]
+"""State of a call in its process: not begun, waiting for a thread or a pause, in the main thread,
+in another thread or the event loop."""
+
 
 class PipeFrame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base class of frames."""
@@ -212,7 +216,6 @@ class Call(PipeFrame, frozen=True):
     number: int
     episode: int | None
     call: TaskCall
-    limit_s: float = 0.0
 
 
 class EndEpisode(PipeFrame, frozen=True):
@@ -222,7 +225,7 @@ class EndEpisode(PipeFrame, frozen=True):
 
 
 class Abandon(PipeFrame, frozen=True):
-    """Cancel a deferred call."""
+    """Cancel a call."""
 
     number: int
 
@@ -275,32 +278,23 @@ class CallAnswer(PipeFrame, frozen=True):
 
     number: int
     event: Answered | EpisodeLost
-    late: bool = False
-    """The call was interrupted at its limit."""
 
 
-class Deferred(PipeFrame, frozen=True):
-    """The call continues in the background; sent before each try."""
+class Progress(PipeFrame, frozen=True):
+    """New state of the call with this number."""
 
     number: int
-    pause_s: float = 0.0
-    """Pause before the try."""
-    waiting: bool = False
-    """Waits for a thread; sent again when it has one."""
+    state: CallState
 
 
 class Exhausted(PipeFrame, frozen=True):
-    """The process must be replaced."""
+    """The process must be replaced; its episodes may finish."""
 
     why: str
-    at_once: bool = False
-    """Its episodes do not finish."""
-    number: int = 0
-    """Late call in the main thread; 0: none."""
 
 
 Down = Setup | Call | EndEpisode | Abandon
-Up = StillOpening | Hello | Refused | CallAnswer | Deferred | Exhausted
+Up = StillOpening | Hello | Refused | CallAnswer | Progress | Exhausted
 
 _ENCODER = msgspec.json.Encoder()
 DOWN: Final = msgspec.json.Decoder(Down)

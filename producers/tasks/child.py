@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,7 +13,7 @@ from dora_pipe.producers.tasks.calls import (
     UP,
     Abandon,
     AgentCall,
-    Deferred,
+    CallState,
     EndEpisode,
     GroupCall,
     RewardCall,
@@ -24,26 +23,26 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.links import Link, SocketLink
+from dora_pipe.producers.tasks.links import Link
 
 WINDOW: Final = 32
 """Calls sent ahead of answers, to keep a process busy."""
 
-DEFERRED_MAX: Final = 8192
-"""Most calls of a process, including deferred ones."""
-
 AGENT_S: Final = 3600.0
 
 WAITING_S: Final = 600.0
+"""Limit of a wait for a thread."""
 
-DEFERRED_DEATHS_MAX: Final = 3
-"""Deaths of processes after which a deferred call is blamed."""
+STUCK_S: Final = 60.0
+"""Limit of a process that begins none of its calls."""
+
+DEATHS_OF_CALL_MAX: Final = 3
+"""Deaths of processes after which one of several calls is blamed."""
 
 ABANDON_S: Final = 5.0
 """Time to cancel or interrupt a call before its process counts as stuck."""
 
 READ_BYTES: Final = 1 << 16
-"""Capacity of a pipe: a shorter read has emptied it."""
 
 READS_MAX: Final = 64
 """Reads per poll, so that a process cannot block the loop."""
@@ -52,7 +51,6 @@ CLOSE_S: Final = 2.0
 """Time for the process to close episodes and exit."""
 
 EPISODE_TIMEOUT: Final = "EpisodeTimeout"
-LATE: Final = ("TimedOut", EPISODE_TIMEOUT)
 
 _NS: Final = 1_000_000_000
 _NEVER_NS: Final = 1 << 63
@@ -73,38 +71,36 @@ class OpenCall:
     threaded: bool = False
     """May run in a thread and end the process from there."""
     forgotten: bool = False
-    tries: int = 0
     until_ns: int = 0
     deaths: int = 0
-    """Deaths of processes while it was deferred there."""
+    """Deaths of processes under it that have other suspects."""
     avoid: Child | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Child:
-    """Task process; works on the first of `sent` and on all of `deferred`."""
+    """Task process."""
 
     link: Link
     selector: selectors.BaseSelector
     heard_ns: int
+    """Start, then last frame."""
     heard: bool = False
     bad: int = 0
     ready: bool = False
-    head_since_ns: int = 0
-    """Last frame, or first call after idle time."""
-    sent: deque[OpenCall] = field(default_factory=deque)
-    pinned: deque[OpenCall] = field(default_factory=deque)
-    deferred: dict[int, OpenCall] = field(default_factory=dict)
+    sent: dict[int, OpenCall] = field(default_factory=dict)
+    begun: dict[int, OpenCall] = field(default_factory=dict)
     """Includes forgotten calls until they are cancelled."""
+    main: OpenCall | None = None
+    """Call in the main thread."""
     exhausted: str = ""
-    """Reason to finish only its open episodes."""
+    """Reason to finish only its open calls and episodes."""
     suspended: bool = False
     """Exhausted by failed calls; further ones do not count."""
     episodes: dict[int, str] = field(default_factory=dict)
     closing_until_ns: int = 0
     _up: bytearray = field(default_factory=bytearray)
     _down: bytearray = field(default_factory=bytearray)
-    _writing: bool = False
     _late_from_ns: int = _NEVER_NS
 
     @classmethod
@@ -112,41 +108,28 @@ class Child:
         cls, task: model.Task, link: Link, selector: selectors.BaseSelector, now_ns: int
     ) -> Child:
         child = cls(link=link, selector=selector, heard_ns=now_ns)
-        selector.register(link.outbox, selectors.EVENT_READ, child)
-        if isinstance(link, SocketLink):
-            child._down += link.first
-        child._down += pack(Setup(task, os.getpid()))
+        selector.register(link.socket, selectors.EVENT_READ, child)
+        child._down += link.first + pack(Setup(task, os.getpid()))
         return child
 
     @property
     def load(self) -> tuple[int, int]:
         """Calls and episodes; the pool picks the smallest."""
-        return len(self.sent) + len(self.pinned) + len(self.deferred), len(self.episodes)
+        return len(self.sent) + len(self.begun), len(self.episodes)
 
     @property
-    def roomy(self) -> bool:
-        if not self.ready or len(self.sent) >= WINDOW:
-            return False
-        return len(self.sent) + len(self.deferred) < DEFERRED_MAX
+    def takes_calls(self) -> bool:
+        return self.ready and not self.exhausted and len(self.sent) < WINDOW
 
     @property
     def over(self) -> bool:
-        return bool(self.exhausted) and not (self.sent or self.deferred or self.episodes)
-
-    @property
-    def head_limit_ns(self) -> int:
-        """Limit of the current call, with time to interrupt it if others would be lost."""
-        head = self.sent[0]
-        others = self.deferred or any(number != head.episode for number in self.episodes)
-        return head.limit_ns + (int(ABANDON_S * _NS) if others else 0)
+        return bool(self.exhausted) and not (self.sent or self.begun or self.episodes)
 
     def closing_s(self, now_ns: int) -> float:
         return max(0.0, (self.closing_until_ns - now_ns) / _NS)
 
-    def send(self, call: OpenCall, now_ns: int) -> None:
-        if not self.sent:
-            self.head_since_ns = now_ns
-        self.sent.append(call)
+    def send(self, call: OpenCall) -> None:
+        self.sent[call.number] = call
         self._down += call.frame
 
     def end(self, episode: int, now_ns: int) -> None:
@@ -154,16 +137,33 @@ class Child:
             self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
             self._down += pack(EndEpisode(episode))
 
-    def defer(self, call: OpenCall, frame: Deferred, now_ns: int) -> None:
-        """Move a call to the background."""
-        call.tries += -1 if frame.waiting else 1
-        wait_s = WAITING_S if frame.waiting else frame.pause_s
-        self.deferred[call.number] = call
-        self._limit(call, now_ns + int(wait_s * _NS) + call.limit_ns)
+    def progress(self, number: int, state: CallState, now_ns: int) -> None:
+        """Enter a call's new state. Raises ValueError for an unknown call."""
+        call = self.sent.get(number) or self.begun.get(number)
+        if call is None:
+            raise ValueError(f"call {number} is not open")
+        self.sent.pop(number, None)
+        self.begun[number] = call
+        if state == "main":
+            self.main = call
+        elif self.main is call:
+            self.main = None
+        limit_ns = call.limit_ns + (int(WAITING_S * _NS) if state == "waiting" else 0)
         if call.forgotten:
             self.abandon(call, now_ns)
+        else:
+            self._limit(call, now_ns + limit_ns)
+
+    def answered(self, number: int) -> OpenCall:
+        """Remove an answered call. Raises ValueError for an unknown one."""
+        call = self.sent.pop(number, None) or self.begun.pop(number, None)
+        if call is None:
+            raise ValueError(f"an answer to call {number}, which is not open")
+        self.main = None if self.main is call else self.main
+        return call
 
     def abandon(self, call: OpenCall, now_ns: int) -> None:
+        """Cancel a call that has begun."""
         call.forgotten = True
         self._limit(call, now_ns + int(ABANDON_S * _NS))
         self._down += pack(Abandon(call.number))
@@ -171,34 +171,33 @@ class Child:
     def late(self, now_ns: int) -> list[OpenCall]:
         if now_ns <= self._late_from_ns:
             return []
-        late = [call for call in self.deferred.values() if now_ns > call.until_ns]
-        self._late_from_ns = min(
-            (call.until_ns for call in self.deferred.values()), default=_NEVER_NS
-        )
+        late = [call for call in self.begun.values() if now_ns > call.until_ns]
+        self._late_from_ns = min((call.until_ns for call in self.begun.values()), default=_NEVER_NS)
         return late
+
+    def is_stuck(self, now_ns: int) -> bool:
+        """Report whether the process begins none of its calls."""
+        return bool(self.sent) and not self.begun and now_ns - self.heard_ns > STUCK_S * _NS
 
     def _limit(self, call: OpenCall, until_ns: int) -> None:
         call.until_ns = until_ns
         self._late_from_ns = min(self._late_from_ns, until_ns)
 
     def flush(self) -> None:
-        """Write what the pipe takes; `read` detects a dead process."""
+        """Write what the socket takes; `read` detects a dead process."""
         if self._down:
-            with contextlib.suppress(BlockingIOError, ConnectionError, TimeoutError):
-                del self._down[: os.write(self.link.inbox, self._down)]
-        if bool(self._down) != self._writing:
-            self._writing = bool(self._down)
-            if self._writing:
-                self.selector.register(self.link.inbox, selectors.EVENT_WRITE, self)
-            else:
-                self.selector.unregister(self.link.inbox)
+            with contextlib.suppress(OSError):
+                del self._down[: self.link.socket.send(self._down)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._down else 0)
+        if self.selector.get_key(self.link.socket).events != events:
+            self.selector.modify(self.link.socket, events, self)
 
     def read(self, *, to_the_end: bool = False) -> tuple[list[Up], bool]:
-        """Return frames and whether the pipe has ended. Raises ValueError."""
+        """Return frames and whether the connection has ended. Raises ValueError."""
         ended = False
         for _ in range(READS_MAX):
             try:
-                data = os.read(self.link.outbox, READ_BYTES)
+                data = self.link.socket.recv(READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:  # lost connection
@@ -210,30 +209,19 @@ class Child:
                 break
         return [UP.decode(body) for body in unpack(self._up)], ended
 
-    def kill(self) -> str:
-        """Kill it and its children; its output stays readable."""
-        return self.link.kill()
-
     def release(self) -> None:
-        self._stop_writing()
-        self.selector.unregister(self.link.outbox)
-        self.link.close()
+        self.selector.unregister(self.link.socket)
+        self.link.socket.close()
 
     def hang_up(self, now_ns: int) -> None:
         if self.episodes:
             self.closing_until_ns = now_ns + int(CLOSE_S * _NS)
-        self._stop_writing()
         self.link.hang_up()
 
-    def _stop_writing(self) -> None:
-        if self._writing:
-            self.selector.unregister(self.link.inbox)
-            self._writing = False
-
     def wait(self, seconds: float) -> None:
-        """Wait for the exit without reaping, so that `kill` stays safe."""
+        """Wait for the end of the connection without reaping, so that `kill` stays safe."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.link.outbox, selectors.EVENT_READ)
+            selector.register(self.link.socket, selectors.EVENT_READ)
             selector.select(seconds)
 
 

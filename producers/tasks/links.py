@@ -1,4 +1,4 @@
-"""Links to a task: pipes of a local process, or a connection to a server."""
+"""Links to task processes: a socket to a local process or to one of a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-from typing import Final, Protocol
+from typing import Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.pure.frames import framed
@@ -17,124 +17,85 @@ from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE, Interpreter
 
 TOKEN_CHARACTERS_MIN: Final = 16
 
-MODULE: Final = "dora_pipe.producers.tasks.process"
-
 KEEPALIVE_S: Final = 10
 LOST_MS: Final = 30_000
 """Time without acknowledgement that ends a connection."""
-
-
-class Link(Protocol):
-    """Two non-blocking file descriptors of a task."""
-
-    url: str
-
-    @property
-    def inbox(self) -> int:
-        """Descriptor to write to."""
-
-    @property
-    def outbox(self) -> int:
-        """Descriptor to read from."""
-
-    def hang_up(self) -> None:
-        """Close the input; the process closes its episodes and exits."""
-
-    def kill(self) -> str:
-        """End the process and return how it ended."""
-
-    def close(self) -> None:
-        """Close the descriptors."""
-
-
-class ProcessLink:
-    """Process with its own session, so that its children are killed too."""
-
-    url = ""
-
-    def __init__(self, interpreter: Interpreter, name: str) -> None:
-        """Raises OSError."""
-        self._process = subprocess.Popen(
-            interpreter.command(MODULE, " ".join(f"task {name} of {own_name()}".split())),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=interpreter.environment(),
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.inbox, self.outbox = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.inbox, False)
-        os.set_blocking(self.outbox, False)
-
-    def hang_up(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def kill(self) -> str:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return how_it_ended(self._process.wait())
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-
-class SocketLink:
-    """Connection to a server process."""
-
-    def __init__(self, url: str, token: bytes) -> None:
-        """Raises OSError for an unknown host."""
-        self.url = url
-        host, port = host_and_port(url)
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        self._socket = socket.socket(family, kind, protocol)
-        self._socket.setblocking(False)
-        watch(self._socket)
-        self._socket.connect_ex(address)
-        # A selector can register a descriptor only once.
-        self.outbox, self.inbox = self._socket.fileno(), os.dup(self._socket.fileno())
-        self.first = framed(token, FRAME_BYTES_MAX)
-
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def kill(self) -> str:
-        error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        return f"the connection to {self.url} ended{f': {os.strerror(error)}' if error else ''}"
-
-    def close(self) -> None:
-        os.close(self.inbox)
-        self._socket.close()
-
-
-def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) -> Link:
-    """Connect to a server, or start a process. Raises TaskError."""
-    try:
-        return SocketLink(url, token) if url else ProcessLink(interpreter, task)
-    except OSError as error:
-        what = f"{url} cannot be reached" if url else "no task process started"
-        raise TaskError(f"{what}: {error}") from error
-
 
 KILLED: Final = "its process was killed by signal 9"
 """Usually for lack of memory; a crash has another signal."""
 
 
-def how_it_ended(status: int) -> str:
-    """Describe an exit status."""
+class Link:
+    """Non-blocking socket of a task process."""
+
+    def __init__(self, url: str, interpreter: Interpreter, *, token: bytes, task: str) -> None:
+        """Connect to the server at `url`, or start a process. Raises TaskError."""
+        self.url = url
+        self.process: subprocess.Popen[bytes] | None = None
+        self.first = framed(token, FRAME_BYTES_MAX) if url else b""
+        """Bytes to send before any frame."""
+        try:
+            if url:
+                self.socket = _connected(url)
+            else:
+                self.socket, theirs = socket.socketpair()
+                with theirs:
+                    name = " ".join(f"task {task} of {own_name()}".split())
+                    self.process = start_process(interpreter, theirs, name, {})
+        except OSError as error:
+            what = f"{url} cannot be reached" if url else "no task process started"
+            raise TaskError(f"{what}: {error}") from error
+        self.socket.setblocking(False)
+
+    def hang_up(self) -> None:
+        """Send no more; the process closes its episodes and exits."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> str:
+        """End the process and return how it ended; its output stays readable."""
+        if self.process is not None:
+            return _how_it_ended(kill_process(self.process))
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        return f"the connection to {self.url} ended{f': {os.strerror(error)}' if error else ''}"
+
+
+def start_process(
+    interpreter: Interpreter, connection: socket.socket, name: str, variables: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process that serves a task over a socket, in a session of its own. Raises OSError."""
+    return subprocess.Popen(
+        interpreter.command("dora_pipe.producers.tasks.process", name),
+        stdin=connection.fileno(),
+        stdout=connection.fileno(),
+        env={**interpreter.environment(), **variables},
+        start_new_session=True,
+    )
+
+
+def kill_process(process: subprocess.Popen[bytes]) -> int:
+    """Kill a process with its children and return its status."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _how_it_ended(status: int) -> str:
     if status < 0:
         return f"its process was killed by signal {-status}"
     return f"its process ended with status {status}"
+
+
+def _connected(url: str) -> socket.socket:
+    host, port = host_and_port(url)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    watch(connection)
+    connection.connect_ex(address)
+    return connection
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -1,10 +1,9 @@
 """Pool of processes that run a task, driven from one loop without threads.
 
-When a process dies, its current call is to blame or, with several candidates, the one under which
-others die too. Other calls are repeated; episodes are lost. A late deferred call fails alone.
+A late call fails alone. When a process dies, the call in its main thread is to blame or, with
+several candidates, the one under which others die too. Other calls are repeated; episodes are lost.
 
-Bounds: `QUEUE_MAX`, `WINDOW`, `DEFERRED_MAX`, `RETRIES_MAX`, `DEATHS_MAX`, and a time limit per
-try.
+Bounds: `QUEUE_MAX`, `WINDOW`, `DEATHS_MAX`, and a time limit per try.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dora_pipe.producers.tasks.calls import (
     AgentCall,
     Answered,
     Call,
-    Deferred,
+    CallAnswer,
     EnvStep,
     EpisodeLost,
     Exhausted,
@@ -30,6 +29,7 @@ from dora_pipe.producers.tasks.calls import (
     GroupCall,
     GroupRewarded,
     Hello,
+    Progress,
     PromptCall,
     PromptReady,
     Refused,
@@ -45,9 +45,8 @@ from dora_pipe.producers.tasks.calls import (
     pack,
 )
 from dora_pipe.producers.tasks.child import (
-    DEFERRED_DEATHS_MAX,
+    DEATHS_OF_CALL_MAX,
     EPISODE_TIMEOUT,
-    LATE,
     Child,
     OpenCall,
     episode_too_long,
@@ -55,9 +54,8 @@ from dora_pipe.producers.tasks.child import (
     limit_s,
 )
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import KILLED, open_link, server_token
+from dora_pipe.producers.tasks.links import KILLED, Link, server_token
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
-from dora_pipe.producers.tasks.task import RETRIES_MAX
 from dora_pipe.schemas.metrics import FailingServer
 
 QUEUE_MAX: Final = 8192
@@ -109,7 +107,7 @@ class TaskPool:
         self._lost: dict[str, tuple[str, Child]] = {}
         """Reason and process."""
         self._suspected: dict[str, int] = {}
-        """Deaths while a request's call was deferred."""
+        """Deaths under a request's call that have other suspects."""
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
@@ -127,8 +125,7 @@ class TaskPool:
 
     @property
     def busy(self) -> bool:
-        pinned = any(child.pinned for child in self._children if child.roomy)
-        return bool(self._events or pinned or (self._queue and self._takers()))
+        return bool(self._events or (self._queue and self._takers()))
 
     @property
     def failing(self) -> list[FailingServer]:
@@ -179,7 +176,7 @@ class TaskPool:
             with contextlib.suppress(ValueError):
                 self._queue.remove(call)
             for child in self._children:
-                if call.number in child.deferred:
+                if call.number in child.begun:
                     child.abandon(call, self._clock.now_ns())
         self._lost.pop(request, None)
         if any(event.request == request for event in self._events):
@@ -202,10 +199,8 @@ class TaskPool:
         for child in self._children:
             child.hang_up(self._clock.now_ns())
         for child in self._children:
-            # Processes within a call do not read their pipe.
-            if not child.sent:
-                child.wait(child.closing_s(self._clock.now_ns()))
-            child.kill()
+            child.wait(child.closing_s(self._clock.now_ns()))
+            child.link.kill()
             child.release()
         self._children.clear()
         self._selector.close()
@@ -229,7 +224,7 @@ class TaskPool:
             seconds = min(
                 left_s, limit_s(self._task, call, tools=held is not None and bool(held[2].tools))
             )
-            frame = pack(Call(self._number, held[1] if held else None, call, seconds))
+            frame = pack(Call(self._number, held[1] if held else None, call))
         except ValueError as error:  # too long, or invalid Unicode
             self._fail(call.request, type(error).__name__, str(error))
             return
@@ -249,98 +244,78 @@ class TaskPool:
             self._queue.append(opened)
         else:
             opened.episode = held[1]
-            held[0].pinned.append(opened)
+            held[0].send(opened)
+            held[0].flush()
 
     def _left_ns(self, request: str) -> float:
         ends_ns = self._ends_ns.get(request)
         return math.inf if ends_ns is None else ends_ns - self._clock.now_ns()
 
-    def _hand_out(self, now_ns: int) -> None:
-        for child in self._children:
-            while child.pinned and child.roomy:
-                call = child.pinned.popleft()
-                if not call.forgotten:
-                    child.send(call, now_ns)
-        while self._queue:
-            takers = self._takers()
-            if not takers:
-                break
+    def _hand_out(self) -> None:
+        while self._queue and (takers := self._takers()):
             call = self._queue.popleft()
-            rest = [child for child in takers if child is not call.avoid] or takers
-            min(rest, key=lambda child: child.load).send(call, now_ns)
+            preferred = [child for child in takers if child is not call.avoid] or takers
+            min(preferred, key=lambda child: child.load).send(call)
         for child in self._children:
             child.flush()
 
     def _takers(self) -> list[Child]:
-        return [child for child in self._children if child.roomy and not child.exhausted]
+        return [child for child in self._children if child.takes_calls]
 
     # Answers from processes
 
     def _turn(self, wait_s: float) -> None:
         now_ns = self._clock.now_ns()
         self._start_missing(now_ns)
-        self._hand_out(now_ns)
+        self._hand_out()
         ready = self._selector.select(0 if self._events else wait_s)
         now_ns = self._clock.now_ns()
         for key, mask in ready:
             if mask & selectors.EVENT_READ and key.data in self._children:
                 self._receive(key.data, now_ns)
         for child in list(self._children):
-            self._limit(child, now_ns)
-        self._hand_out(now_ns)
+            if child in self._children:
+                self._limit(child, now_ns)
+        self._hand_out()
 
     def _receive(self, child: Child, now_ns: int) -> None:
         try:
             frames, ended = child.read()
-            child.heard |= bool(frames)
-            child.head_since_ns = now_ns if frames else child.head_since_ns
+            if frames:
+                child.heard, child.heard_ns = True, now_ns
             for frame in frames:
                 if child in self._children:
                     self._answered(child, frame, now_ns)
         except ValueError as error:
-            self._end_process(child, now_ns, "ProcessDied", f"its process wrote no answer: {error}")
+            self._end_process(child, now_ns, f"its process wrote no answer: {error}", blame=True)
             return
         if ended and child in self._children:
-            self._end_process(child, now_ns, "ProcessDied", "")
+            self._end_process(child, now_ns, "", blame=True)
 
     def _answered(self, child: Child, frame: Up, now_ns: int) -> None:
         match frame:
             case StillOpening():
-                child.heard_ns = now_ns
-                return
+                pass
             case Hello():
                 self._opened(child, frame.facts)
-                return
             case Refused():
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
             case Exhausted():
-                self._retire(child, frame, now_ns)
-                return
-        call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
-        if isinstance(frame, Deferred):
-            child.defer(call, frame, now_ns)
-            if call.tries > RETRIES_MAX + 1:
-                raise ValueError(f"call {call.number} was begun {call.tries} times")
-            return
-        if frame.event.request != call.request:
-            raise ValueError(f"an answer to {frame.event.request} for {call.request}")
+                self._retire(child, frame.why, now_ns)
+            case Progress():
+                child.progress(frame.number, frame.state, now_ns)
+            case CallAnswer():
+                self._end_call(child, frame, now_ns)
+
+    def _end_call(self, child: Child, answer: CallAnswer, now_ns: int) -> None:
+        call, event = child.answered(answer.number), answer.event
+        if event.request != call.request:
+            raise ValueError(f"an answer to {event.request} for {call.request}")
         self._deaths.in_a_row = 0
-        event = frame.event
-        if frame.late:
-            event = TaskFailed(
-                request=call.request, error=call.late, message=late(self._task, call)
-            )
-            self._retire(child, Exhausted("a call exceeded its limit there"), now_ns)
         self._settle(child, call, event)
         if not call.forgotten:  # may be the end of an abandoned call
             self._judge(child, event, now_ns)
-
-    def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
-        if not child.sent or child.sent[0].number != number:
-            raise ValueError(f"an answer to call {number}, out of order")
-        child.head_since_ns = now_ns
-        return child.sent.popleft()
 
     def _settle(self, child: Child, call: OpenCall, event: Answered | EpisodeLost) -> None:
         if isinstance(event, PromptReady) and event.episode:
@@ -381,10 +356,10 @@ class TaskPool:
         child.suspended = True
         why = one_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
         self._places.failed(place, now_ns, why)
-        for one in [one for one in self._children if not one.exhausted]:
-            if one is child or (everywhere and one.link.url == place):
-                one.suspended = True
-                self._retire(one, Exhausted(f"{place} {why}".strip()), now_ns)
+        for other in [other for other in self._children if not other.exhausted]:
+            if other is child or (everywhere and other.link.url == place):
+                other.suspended = True
+                self._retire(other, f"{place} {why}".strip(), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
@@ -395,16 +370,12 @@ class TaskPool:
         self._facts = facts
         child.ready = True
 
-    def _retire(self, child: Child, said: Exhausted, now_ns: int) -> None:
+    def _retire(self, child: Child, why: str, now_ns: int) -> None:
         """Let the process finish its episodes; above `processes` such, end the oldest."""
-        child.exhausted = said.why
-        exhausted = [one for one in self._children if one.exhausted]
-        if said.at_once and child.sent and child.sent[0].number == said.number:
-            self._head_is_late(child, now_ns)
-        elif said.at_once:
-            self._end_process(child, now_ns, "", said.why)
-        elif len(exhausted) > self._task.processes:
-            self._end_process(exhausted[0], now_ns, "", exhausted[0].exhausted)
+        child.exhausted = why
+        exhausted = [other for other in self._children if other.exhausted]
+        if len(exhausted) > self._task.processes:
+            self._end_process(exhausted[0], now_ns, exhausted[0].exhausted)
 
     # Time limits and deaths
 
@@ -412,59 +383,54 @@ class TaskPool:
         if child.link.url and not child.ready:
             limit_s = START_LIMIT_S if child.heard else CONNECT_S
             if now_ns - child.heard_ns > limit_s * _NS:
-                self._end_process(child, now_ns, "", f"{child.link.url} does not answer")
+                self._end_process(child, now_ns, f"{child.link.url} does not answer")
         elif not child.ready:
             if now_ns - child.heard_ns > START_LIMIT_S * _NS:
                 raise TaskError(
                     f"the task was not open after {START_LIMIT_S:.0f} s",
                     hint="check the time to import its modules and read its data",
                 )
-        elif child.sent and now_ns - child.head_since_ns > child.head_limit_ns:
-            self._head_is_late(child, now_ns)
         elif child.over and not child.closing_s(now_ns):
-            self._end_process(child, now_ns, "", child.exhausted)
+            self._end_process(child, now_ns, child.exhausted)
+        elif child.is_stuck(now_ns):
+            self._end_process(child, now_ns, "its process begins no call", blame=True)
         else:
-            self._limit_deferred(child, now_ns)
+            self._limit_calls(child, now_ns)
 
-    def _head_is_late(self, child: Child, now_ns: int) -> None:
-        call = child.sent[0]
-        self._end_process(child, now_ns, call.late, late(self._task, call))
-        self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
-
-    def _limit_deferred(self, child: Child, now_ns: int) -> None:
+    def _limit_calls(self, child: Child, now_ns: int) -> None:
         """Abandon late calls; a process that does not cancel them is ended."""
-        found = child.late(now_ns)
-        for call in found:
+        late_calls = child.late(now_ns)
+        for call in late_calls:
             if call.forgotten:
-                self._end_process(child, now_ns, "", "its background calls cannot be cancelled")
+                self._end_process(child, now_ns, "its calls cannot be cancelled")
                 return
             self._blame(call, call.late, late(self._task, call))
             child.abandon(call, now_ns)
-        for call in found:
+        for call in late_calls:
             self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
+        if child.main in late_calls and not child.exhausted:
+            self._retire(child, "a call exceeded its limit there", now_ns)
 
-    def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
-        """Kill a process and settle its calls. An empty `error` blames none."""
+    def _end_process(self, child: Child, now_ns: int, message: str, *, blame: bool = False) -> None:
+        """Kill a process and settle its calls; `blame` may fail one of them."""
         self._children.remove(child)
-        ended = child.kill()
-        last = len(child.sent)
+        ended = child.link.kill()
         with contextlib.suppress(ValueError):
             for frame in child.read(to_the_end=True)[0]:
                 self._answered(child, frame, now_ns)
         child.release()
         from_outside = ended == KILLED and not message
         message = message or ended
-        if child.link.url:
-            if not child.exhausted:
-                self._places.failed(child.link.url, now_ns, message)
-            error = "" if error == "ProcessDied" else error  # may be a network error
-        answered_after_all = error in LATE and len(child.sent) < last
-        others = any(one.threaded for one in child.deferred.values())
-        alone = not (child.link.url or from_outside or others)
-        if error and child.sent and not answered_after_all and (alone or error in LATE):
-            self._blame(child.sent.popleft(), error, message)
-        elif child.sent and (error or child.link.url):
-            self._suspect(child.sent[0], message)
+        if child.link.url and not child.exhausted:
+            self._places.failed(child.link.url, now_ns, message)
+        suspects = list(child.begun.values())
+        if blame and not child.link.url and not from_outside:
+            others = any(call.threaded for call in suspects if call is not child.main)
+            if child.main is not None and not others:
+                self._blame(child.main, "ProcessDied", message)
+                child.main.forgotten = True
+        for call in suspects:
+            self._suspect(call, message)
         self._inherit(child, message)
         self._count_death(now_ns, message)
 
@@ -477,24 +443,23 @@ class TaskPool:
         self._fail(call.request, error, message)
 
     def _suspect(self, call: OpenCall, message: str) -> None:
-        """Blame one of several calls after `DEFERRED_DEATHS_MAX`."""
-        call.tries, call.deaths = 0, call.deaths + 1
-        if call.deaths >= DEFERRED_DEATHS_MAX:
+        """Blame one of several calls after `DEATHS_OF_CALL_MAX`."""
+        if call.forgotten:
+            return
+        call.deaths += 1
+        self._suspected[call.request] = call.deaths
+        if call.deaths >= DEATHS_OF_CALL_MAX:
             self._blame(call, "ProcessDied", message)
             call.forgotten = True
-        elif not call.forgotten:
-            self._suspected[call.request] = call.deaths
 
     def _inherit(self, child: Child, message: str) -> None:
         """Requeue calls without an episode; other episodes are lost."""
-        for call in child.deferred.values():
-            self._suspect(call, message)
-        calls = (*child.deferred.values(), *child.sent, *child.pinned)
+        calls = [*child.begun.values(), *child.sent.values()]
         for call in calls:
             if call.agent and not call.forgotten:
                 self._lose_agent(call, child, message)
-        left = [call for call in calls if call.episode is None and not call.forgotten]
-        self._queue.extendleft(reversed(left))
+        free = [call for call in calls if call.episode is None and not call.forgotten]
+        self._queue.extendleft(reversed(free))
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
@@ -517,12 +482,12 @@ class TaskPool:
 
     def _start_missing(self, now_ns: int) -> None:
         while now_ns >= self._deaths.start_at_ns:
-            used = [one.link.url for one in self._children if not one.exhausted]
+            used = [child.link.url for child in self._children if not child.exhausted]
             full = len(used) >= self._task.processes
             url = None if full else self._places.choose(used, now_ns)
             if url is None:
                 break
-            link = open_link(url, self._interpreter, token=self._token, task=self._task.name)
+            link = Link(url, self._interpreter, token=self._token, task=self._task.name)
             self._children.append(Child.start(self._task, link, self._selector, now_ns))
 
     def _end_episode(self, request: str) -> None:

@@ -1,32 +1,31 @@
-"""Process that runs users' code: opens a task and serves calls until its pipe ends.
+"""Process that runs users' code: opens a task and serves calls until its connection ends.
 
 It never imports torch and redirects users' prints to stderr.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import io
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, DoraError, printable
+from dora_pipe.core.system.background import Background
 from dora_pipe.core.system.console import name_process, say
 from dora_pipe.core.system.linux import die_with
 from dora_pipe.core.system.own_code import traceback_of
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.calls import (
     DOWN,
-    Call,
-    Down,
     Hello,
     Refused,
     Setup,
@@ -35,7 +34,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.main_thread import MAIN, Limit
+from dora_pipe.producers.tasks.execution import MAIN
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.tasks.server import TaskServer
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
@@ -44,7 +43,9 @@ SERVED: Final = "DORA_PIPE_SERVED_TASK"
 """File with the served task; overrides the connection's."""
 
 READ_BYTES: Final = 1 << 18
+
 END_S: Final = 5.0
+"""Seconds after which a process whose main thread hangs ends without it."""
 
 
 class PlainLines(io.TextIOWrapper):
@@ -62,14 +63,13 @@ class PlainLines(io.TextIOWrapper):
 
 
 def main() -> None:
-    """Serve until the pipe ends; arguments are the process name."""
+    """Serve until the connection ends; arguments are the process name."""
     faulthandler.enable()
     name_process(*sys.argv[1:])
-    inbox, outbox = _private_pipes()
-    MAIN.serve(inbox)
-    frames = _frames(inbox)
-    setup = next(frames, None)
-    if not isinstance(setup, Setup):
+    inbox, outbox = _private_streams()
+    buffer = bytearray()
+    setup = _setup(inbox, buffer)
+    if setup is None:
         return
     if served := os.environ.pop(SERVED, ""):
         setup = msgspec.json.decode(Path(served).read_bytes(), type=Setup)
@@ -77,34 +77,54 @@ def main() -> None:
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
     TOOL_LIMIT_S.set(setup.task.environment_timeout_s)
-    opened = _open(setup, _writer(outbox))
+    write = _writer(outbox)
+    opened = _open(setup, write)
     if isinstance(opened, Refused):
-        _write(outbox, pack(opened))
+        write(pack(opened))
         return
     server, hello = opened
-    _write(outbox, pack(hello))
-    threading.Thread(target=_watch, args=(server,), daemon=True).start()
-    _serve(frames, server)
+    write(pack(hello))
+    Background().run(_serve(server, inbox, buffer))
+    MAIN.serve()
+
+
+async def _serve(server: TaskServer, inbox: int, buffer: bytearray) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def take() -> None:
+        for body in unpack(buffer):
+            server.take(DOWN.decode(body))
+
+    def receive() -> None:
+        data = _read(inbox)
+        buffer.extend(data)
+        take()
+        if not data:
+            loop.remove_reader(inbox)
+            ended.set()
+
+    take()
+    loop.add_reader(inbox, receive)
+    await ended.wait()
+    await server.close()
     MAIN.stop()
-    server.close()
-
-
-def _watch(server: TaskServer) -> None:
-    """End a hanging process, also without a pool."""
-    MAIN.watch(server.hangs)
-    time.sleep(END_S)
+    await asyncio.sleep(END_S)
     os._exit(1)
 
 
-def _serve(frames: Iterator[Down], server: TaskServer) -> None:
-    """Raises errors of invalid frames."""
-    for frame in frames:
-        if isinstance(frame, Call):
-            with MAIN.limited(Limit(frame.number), frame.limit_s):
-                server.take(frame)
-        elif not isinstance(frame, Setup):
-            server.take(frame)
-        MAIN.run_work()
+def _setup(inbox: int, buffer: bytearray) -> Setup | None:
+    """Return the first frame, or None if the connection ends before."""
+    while data := _read(inbox):
+        buffer += data
+        if body := next(unpack(buffer), None):
+            return msgspec.json.decode(body, type=Setup)
+    return None
+
+
+def _read(inbox: int) -> bytes:
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        return os.read(inbox, READ_BYTES)
+    return b""
 
 
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
@@ -125,7 +145,7 @@ def _still_opening(text: str, write: Callable[[bytes], None]) -> None:
     write(pack(StillOpening()))
 
 
-def _private_pipes() -> tuple[int, int]:
+def _private_streams() -> tuple[int, int]:
     """Separate the protocol from the standard streams."""
     inbox, outbox = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -136,39 +156,18 @@ def _private_pipes() -> tuple[int, int]:
     return inbox, outbox
 
 
-def _frames(inbox: int) -> Iterator[Down]:
-    buffer = bytearray()
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        while data := _read(inbox):
-            buffer += data
-            for body in unpack(buffer):
-                yield DOWN.decode(body)
-
-
-def _read(inbox: int) -> bytes:
-    MAIN.wait()
-    return os.read(inbox, READ_BYTES)
-
-
 def _writer(outbox: int) -> Callable[[bytes], None]:
-    """Return a thread-safe writer that ignores a closed pipe."""
-    whole = threading.Lock()
+    """Return a thread-safe writer that ignores a closed connection."""
+    writing = threading.Lock()
 
     def write(data: bytes) -> None:
-        with whole, contextlib.suppress(ConnectionError, TimeoutError):
-            _write(outbox, data)
+        view = memoryview(data)
+        with writing, contextlib.suppress(ConnectionError, TimeoutError):
+            while view:
+                view = view[os.write(outbox, view) :]
 
     return write
 
 
-def _write(outbox: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(outbox, view) :]
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConnectionError, TimeoutError, msgspec.DecodeError):
-        sys.exit(1)  # the pool is gone or invalid
+    main()

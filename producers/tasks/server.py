@@ -1,6 +1,5 @@
-"""Answers the calls of an open task.
+"""Answers the calls of an open task, in the event loop.
 
-Functions run in the main thread; calls that await, retry or use threads run concurrently.
 Exceptions of users' code are answers.
 """
 
@@ -13,8 +12,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +19,6 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.core.system.background import Background
 from dora_pipe.core.system.own_code import traceback_of, with_place
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
@@ -32,18 +28,6 @@ from dora_pipe.producers.tasks.answers import (
     scored,
     scored_together,
 )
-from dora_pipe.producers.tasks.background import (
-    HUNG_MAX,
-    HUNG_MOST,
-    PLACE,
-    THREADS_ELSEWHERE,
-    ContinueInLoop,
-    Place,
-    Threads,
-    begin,
-    call_user_code,
-    in_loop,
-)
 from dora_pipe.producers.tasks.calls import (
     Abandon,
     AgentCall,
@@ -51,13 +35,15 @@ from dora_pipe.producers.tasks.calls import (
     Answered,
     Call,
     CallAnswer,
-    Deferred,
+    CallState,
+    Down,
     EndEpisode,
     EnvStep,
     EpisodeLost,
     Exhausted,
     GroupCall,
     GroupRewarded,
+    Progress,
     PromptCall,
     PromptReady,
     RewardCall,
@@ -69,7 +55,13 @@ from dora_pipe.producers.tasks.calls import (
     one_line,
     pack,
 )
-from dora_pipe.producers.tasks.main_thread import GivenUp
+from dora_pipe.producers.tasks.execution import (
+    PLACE,
+    THREADS_ELSEWHERE,
+    Place,
+    Threads,
+    call_user_code,
+)
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.producers.tasks.task import (
@@ -93,6 +85,8 @@ RETRY_MAX_S: Final = 30.0
 
 CLOSE_S: Final = 1.0
 
+HUNG_MAX: Final = 8
+"""Hung threads above which the process asks for a replacement."""
 
 AGENT_THREADS_MAX: Final = 1024
 """Most concurrent agents that are functions."""
@@ -102,7 +96,7 @@ class TaskServer:
     """Open task with its rows and episodes."""
 
     def __init__(self, task: Task, setup: Setup, write: Callable[[bytes], None]) -> None:
-        """`write` is called from two threads."""
+        """`write` is called from several threads."""
         config = setup.task
         self._task, self._config, self._write = task, config, write
         self._rows: dict[Split, Sequence[Row]] = {
@@ -113,13 +107,12 @@ class TaskServer:
             raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
         self._agent = open_agent(config, task)
-        self._background = Background()
         self._threads = Threads(config.threads if config.threads > 1 else THREADS_ELSEWHERE)
         self._agent_threads = Threads(AGENT_THREADS_MAX)
         self._episodic = not task.single_turn()
         self._replayable = task.replayable or config.replayable
-        self._running: dict[int, _Running] = {}
-        self._closing: set[Future[None]] = set()
+        self._running: dict[int, tuple[Call, asyncio.Task[None]]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._exhausted = self._closed = False
         self._shown = 0
 
@@ -142,76 +135,54 @@ class TaskServer:
             notes=tuple(self._task.notes()),
         )
 
-    def take(self, frame: Call | EndEpisode | Abandon) -> None:
+    def take(self, frame: Down) -> None:
         match frame:
             case Call():
-                self._begin(frame)
+                self._running[frame.number] = frame, asyncio.create_task(self._answer(frame))
             case EndEpisode(episode=episode):
                 self.end(episode)
-            case Abandon(number=number):
-                running = self._running.get(number)
-                if running is not None and running.work is not None:
-                    running.work.cancel()
+            case Abandon(number=number) if number in self._running:
+                self._running[number][1].cancel()
 
     def end(self, episode: int) -> None:
         """Close an episode after its call."""
         world = self._episodes.pop(episode, None)
         if world is None:
             return
-        under_way = [one.ended for one in list(self._running.values()) if one.episode == episode]
-        closing = self._close(world, under_way)
-        if in_loop() or begin(closing) is not None:
-            work = self._background.run(closing)
-            self._closing.add(work)
-            work.add_done_callback(self._closing.discard)
+        calls = [task for call, task in self._running.values() if call.episode == episode]
+        closing = asyncio.create_task(self._close(world, calls))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._closed = True
-        for number in list(self._running):
-            self.take(Abandon(number))
+        for _, task in self._running.values():
+            task.cancel()
         for episode in list(self._episodes):
             self.end(episode)
-        wait(list(self._closing), timeout=CLOSE_S)
-        self._background.close()
-
-    def _begin(self, call: Call) -> None:
-        work = self._answer(call)
-        switch = begin(work)
-        if switch is not None:
-            self._write(pack(Deferred(call.number, switch.pause_s)))
-            running = _Running(episode=call.episode)
-            self._running[call.number] = running  # its answer removes it
-            running.work = self._background.run(work)
-
-    def exhaust(self, why: str, *, at_once: bool = False, number: int = 0) -> None:
-        self._exhausted = True
-        self._write(pack(Exhausted(why, at_once, number)))
-
-    def hangs(self, number: int) -> None:
-        self.exhaust("its main thread is blocked", at_once=True, number=number)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
 
     async def _answer(self, call: Call) -> None:
-        PLACE.set(self._place(call))
+        place = self._place(call)
+        PLACE.set(place)
         try:
-            answer = pack(CallAnswer(call.number, await self._tried(call)))
-        except GivenUp:
-            late = TaskFailed(request=call.call.request, error="TimedOut", message="")
-            answer = pack(CallAnswer(call.number, late, late=True))
+            answer = pack(CallAnswer(call.number, await self._tried(call, place)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if not self._closed:
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
             message = one_line(with_place(error) if fault_of(name) == "code" else str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
-        running = self._running.pop(call.number, None)
-        if running is not None:
-            running.ended.set_result(None)
+        del self._running[call.number]
         if isinstance(call.call, RewardCall) and call.episode is not None:
             self.end(call.episode)
         self._write(answer)
-        if in_loop():
-            await asyncio.sleep(0)  # so that threads it has just left count as hung
-        self._count_hung()
+        await asyncio.sleep(0)  # so that threads it has just left count as hung
+        hung = self._threads.hung + self._agent_threads.hung
+        if hung > HUNG_MAX and not self._exhausted:
+            self._exhausted = True
+            self._write(pack(Exhausted(f"more than {HUNG_MAX} of its threads hang")))
 
     def _failure(self, call: Call, error: str, message: str) -> TaskFailed | EpisodeLost:
         """An external failure restarts the episode elsewhere."""
@@ -223,36 +194,26 @@ class TaskServer:
             return EpisodeLost(request=request, message=one_line(f"Retry: {message}"))
         return TaskFailed(request=request, error=error, message=message)
 
-    def _count_hung(self) -> None:
-        hung = self._threads.hung + self._agent_threads.hung
-        if hung > HUNG_MOST:
-            self.exhaust(f"more than {HUNG_MOST} of its threads hang", at_once=True)
-        elif hung > HUNG_MAX and not self._exhausted:
-            self.exhaust(f"more than {HUNG_MAX} of its threads hang")
-
     def _place(self, call: Call) -> Place:
         """Functions of episodes run concurrently, others serially."""
-        waits = partial(self._waits, call.number)
         match call.call:
-            case PromptCall() if self._episodic:
-                beside = self._config.threads > 1
-            case EnvStep() if not _awaits(self._world(call.episode)):
-                beside = self._config.threads > 1
-            case AgentCall():
-                return Place(threads=self._agent_threads, waits=waits)
+            case PromptCall():
+                beside = self._episodic and self._config.threads > 1
+            case EnvStep():
+                beside = self._config.threads > 1 and not _awaits(self._world(call.episode))
             case _:
-                beside = False
-        limit_s = call.limit_s
-        return Place(threads=self._threads, beside=beside, waits=waits, limit_s=limit_s)
+                beside = isinstance(call.call, AgentCall)
+        threads = self._agent_threads if isinstance(call.call, AgentCall) else self._threads
+        return Place(threads=threads, beside=beside, tell=partial(self._tell, call.number))
 
-    def _waits(self, number: int, waiting: bool) -> None:
-        self._write(pack(Deferred(number, waiting=waiting)))
+    def _tell(self, number: int, state: CallState) -> None:
+        self._write(pack(Progress(number, state)))
 
     def _world(self, episode: int | None) -> Environment:
         assert episode is not None
         return self._episodes[episode]
 
-    async def _tried(self, call: Call) -> Answered:
+    async def _tried(self, call: Call, place: Place) -> Answered:
         for tries in itertools.count():
             try:
                 return await self._event(call)
@@ -262,12 +223,8 @@ class TaskServer:
                 sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
             seed = derive_seed("retry", call.call.request, call.number, tries)
             share = random.Random(seed).uniform(0.5, 1.0)
-            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * share
-            if in_loop():
-                self._write(pack(Deferred(call.number, pause_s)))
-            else:
-                await ContinueInLoop(pause_s)
-            await asyncio.sleep(pause_s)
+            place.report("waiting")
+            await asyncio.sleep(min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * share)
         raise AssertionError
 
     async def _event(self, call: Call) -> Answered:
@@ -308,51 +265,48 @@ class TaskServer:
         return msgspec.structs.replace(ready, episode=True, replayable=self._replayable)
 
     async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
-        found: Any = None
+        reward: Any = None
         if episode is not None:
-            found = await call_user_code(self._world(episode).reward, call.text, call.turns)
-        if found is not None:
-            return scored(call.request, found)
-        row = self._row(call.split, call.index)
-        said = Completion(
-            text=call.text, turns=call.turns, messages=call.messages, reasoning=call.reasoning
-        )
-        return scored(call.request, await call_user_code(self._task.score, row, said))
+            reward = await call_user_code(self._world(episode).reward, call.text, call.turns)
+        if reward is None:
+            row = self._row(call.split, call.index)
+            completion = Completion(
+                text=call.text, turns=call.turns, messages=call.messages, reasoning=call.reasoning
+            )
+            reward = await call_user_code(self._task.score, row, completion)
+        return scored(call.request, reward)
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
-        said = [await self._completion(row, one) for one in call.completions]
-        found = await call_user_code(self._task.score_group, row, said)
-        return scored_together(call.request, found, len(said))
+        completions = [await self._completion(row, said) for said in call.completions]
+        rewards = await call_user_code(self._task.score_group, row, completions)
+        return scored_together(call.request, rewards, len(completions))
 
     async def _run_agent(self, call: AgentCall) -> AgentEnded:
         if self._agent is None:
             raise NoAnswer("the task has no agent")
-        if not in_loop():
-            await ContinueInLoop()
         row = self._row(call.split, call.index)
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         return agent_ended(call.request, await self._agent.run(asked))
 
-    async def _completion(self, row: Row, one: Said) -> Completion:
+    async def _completion(self, row: Row, said: Said) -> Completion:
         """Single turns include the conversation."""
-        if one.turn is None or len(one.turns) > 1:
-            thoughts = "" if one.turn is None else one.turn.reasoning
-            return Completion(text=one.text, turns=one.turns, reasoning=thoughts)
-        prompt = await call_user_code(self._task.prompt, row)
-        messages = () if isinstance(prompt, str) else (*normal(prompt, "prompt"),)
-        said = (*messages, one.turn.message()) if messages else ()
-        thoughts = one.turn.reasoning
-        return Completion(text=one.text, turns=one.turns, messages=said, reasoning=thoughts)
+        turn = said.turn
+        messages: tuple[dict[str, Any], ...] = ()
+        if turn is not None and len(said.turns) <= 1:
+            prompt = await call_user_code(self._task.prompt, row)
+            if not isinstance(prompt, str):
+                messages = (*normal(prompt, "prompt"), turn.message())
+        reasoning = "" if turn is None else turn.reasoning
+        return Completion(text=said.text, turns=said.turns, messages=messages, reasoning=reasoning)
 
-    async def _close(self, world: Environment, under_way: Sequence[Future[None]]) -> None:
+    async def _close(self, world: Environment, calls: Sequence[asyncio.Task[None]]) -> None:
         PLACE.set(Place(threads=self._threads, beside=self._config.threads > 1))
         try:
-            if under_way:
-                if not in_loop():
-                    await ContinueInLoop()
-                await asyncio.gather(*map(asyncio.wrap_future, under_way))
-            await call_user_code(world.close)
+            if calls:
+                await asyncio.wait(calls)
+            async with asyncio.timeout(self._config.environment_timeout_s):
+                await call_user_code(world.close)
         except (Exception, SystemExit) as error:
             self._show(error)  # no answer is expected
 
@@ -382,10 +336,3 @@ def _awaits(world: Environment) -> bool:
         return True
     plain = type(world).respond is Environment.respond
     return plain and inspect.iscoroutinefunction(world.step)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    episode: int | None
-    ended: Future[None] = field(default_factory=Future)
-    work: Future[None] | None = None

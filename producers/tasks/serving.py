@@ -11,9 +11,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,13 @@ from dora_pipe.core.system.console import say
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import MODULE, host_and_port, server_token, watch
+from dora_pipe.producers.tasks.links import (
+    host_and_port,
+    kill_process,
+    server_token,
+    start_process,
+    watch,
+)
 from dora_pipe.producers.tasks.process import SERVED
 
 LOG = logging.getLogger(__name__)
@@ -39,17 +45,8 @@ TURN_S: Final = 0.1
 _ENDS: Final = getattr(select, "POLLRDHUP", select.POLLHUP) | select.POLLHUP | select.POLLERR
 
 
-@dataclass(slots=True, kw_only=True)
-class _Guest:
-    connection: socket.socket
-    since_s: float
-    said: bytes = b""
-    process: subprocess.Popen[bytes] | None = None
-    ended_s: float | None = None
-
-
 class TaskHost:
-    """Serves one task at one address.
+    """Serves one task at one address, with a thread for each connection.
 
     Example::
 
@@ -61,14 +58,18 @@ class TaskHost:
         self, task: model.Task, address: tuple[str, int], *, token: bytes, processes_max: int
     ) -> None:
         """Raises OSError, ConfigError."""
-        self._token, self._processes_max = token, processes_max
+        self._hello = framed(token, FRAME_BYTES_MAX)
+        self._processes_max = processes_max
         self._interpreter = Interpreter(task.python)
         self._listening = socket.create_server(address, backlog=STRANGERS_MAX)
-        self._listening.setblocking(False)
+        self._listening.settimeout(TURN_S)
         self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-task-")
         self._served = Path(self._folder.name, "setup")
         self._served.write_bytes(msgspec.json.encode(Setup(task, os.getpid())))
-        self._guests: list[_Guest] = []
+        self._strangers = threading.Semaphore(STRANGERS_MAX)
+        self._room = threading.Semaphore(processes_max)
+        self._threads: set[threading.Thread] = set()
+        self._stopped = threading.Event()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -77,107 +78,85 @@ class TaskHost:
 
     def serve(self, stop: Callable[[], bool]) -> None:
         while not stop():
-            self._wait()
-            self._accept()
-            for guest in list(self._guests):
-                self._look_after(guest)
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listening.accept()
+                if self._strangers.acquire(blocking=False):
+                    self._threads = {thread for thread in self._threads if thread.is_alive()}
+                    thread = threading.Thread(target=self._welcome, args=(connection,))
+                    self._threads.add(thread)
+                    thread.start()
+                else:
+                    connection.close()
 
     def __enter__(self) -> TaskHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for guest in list(self._guests):
-            self._dismiss(guest)
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
         self._listening.close()
         self._folder.cleanup()
         self._interpreter.close()
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._listening, select.POLLIN)
-        for guest in self._guests:
-            if guest.ended_s is None:
-                served = guest.process is not None
-                poll.register(guest.connection, _ENDS if served else _ENDS | select.POLLIN)
-        for descriptor, what in poll.poll(TURN_S * 1000):
-            for guest in self._guests:
-                if guest.connection.fileno() == descriptor and what & _ENDS:
-                    guest.ended_s = guest.ended_s or time.monotonic()
+    def _welcome(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                trusted = self._has_token(connection)
+            finally:
+                self._strangers.release()
+            if not trusted:
+                LOG.warning("task server: closed a connection with another token")
+            elif not self._room.acquire(blocking=False):
+                message = "task server: %d processes are the limit; closed a connection"
+                LOG.warning(message, self._processes_max)
+            else:
+                self._play(connection)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listening.accept()
-                strangers = sum(guest.process is None for guest in self._guests)
-                present = sum(guest.ended_s is None for guest in self._guests)
-                if strangers >= STRANGERS_MAX or present >= 2 * self._processes_max:
-                    connection.close()
-                    continue
-                connection.setblocking(False)
-                watch(connection)
-                self._guests.append(_Guest(connection=connection, since_s=time.monotonic()))
+    def _has_token(self, connection: socket.socket) -> bool:
+        """Read the token; the bytes after it belong to the process."""
+        token, end_s = b"", time.monotonic() + TOKEN_S
+        connection.settimeout(TURN_S)
+        while len(token) < len(self._hello):
+            if self._stopped.is_set() or time.monotonic() > end_s:
+                return False
+            with contextlib.suppress(TimeoutError):
+                try:
+                    data = connection.recv(len(self._hello) - len(token))
+                except ConnectionError:
+                    return False
+                if not data:
+                    return False
+                token += data
+        return hmac.compare_digest(token, self._hello)
 
-    def _look_after(self, guest: _Guest) -> None:
-        now_s = time.monotonic()
-        if guest.process is not None:
-            over = guest.ended_s is not None and now_s > guest.ended_s + GOES_S
-            if over or guest.process.poll() is not None:
-                self._dismiss(guest)
-        elif guest.ended_s is not None or now_s > guest.since_s + TOKEN_S:
-            self._dismiss(guest)
-        else:
-            self._listen_to(guest)
-
-    def _listen_to(self, guest: _Guest) -> None:
-        """The bytes after the token belong to its process."""
-        wanted = framed(self._token, FRAME_BYTES_MAX)
+    def _play(self, connection: socket.socket) -> None:
+        """Run a process until it or the connection ends."""
         try:
-            guest.said += guest.connection.recv(len(wanted) - len(guest.said))
-        except BlockingIOError:
-            return
-        except OSError:
-            self._dismiss(guest)
-            return
-        if not hmac.compare_digest(guest.said, wanted[: len(guest.said)]):
-            LOG.warning("task server: closed a connection with another token")
-            self._dismiss(guest)
-        elif len(guest.said) == len(wanted):
-            self._welcome(guest)
-
-    def _welcome(self, guest: _Guest) -> None:
-        present = [one for one in self._guests if one.process is not None and one.ended_s is None]
-        if len(present) >= self._processes_max:
-            LOG.warning(
-                "task server: %d processes are the limit; closed a connection",
-                self._processes_max,
-            )
-            self._dismiss(guest)
-            return
-        guest.connection.setblocking(True)
-        with contextlib.suppress(OSError):
-            guest.connection.sendall(pack(StillOpening()))
-        guest.process = subprocess.Popen(
-            self._interpreter.command(MODULE, "task server"),
-            stdin=guest.connection.fileno(),
-            stdout=guest.connection.fileno(),
-            env={**self._interpreter.environment(), SERVED: str(self._served)},
-            start_new_session=True,
-        )
-
-    def _dismiss(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
-        if guest.process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(guest.process.pid, signal.SIGKILL)
-            guest.process.wait()
-        guest.connection.close()
+            connection.settimeout(None)
+            watch(connection)
+            with contextlib.suppress(OSError):
+                connection.sendall(pack(StillOpening()))
+            variables = {SERVED: str(self._served)}
+            process = start_process(self._interpreter, connection, "task server", variables)
+            poll = select.poll()
+            poll.register(connection, _ENDS)
+            while process.poll() is None and not self._stopped.is_set():
+                if poll.poll(TURN_S * 1000):
+                    break
+        finally:
+            self._room.release()
+        if not self._stopped.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GOES_S)
+        kill_process(process)
 
 
 def serve_task(
     path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int
 ) -> None:
     """Serve a task and print the address. Raises ConfigError, ResourceError."""
-    tasks = {one.name: one for one in load_config(path, overrides).tasks}
+    tasks = {task.name: task for task in load_config(path, overrides).tasks}
     if name not in tasks and (name or len(tasks) > 1):
         raise ConfigError(f"unknown task `{name}`", hint=nearest(name, tasks))
     task = tasks[name] if name in tasks else next(iter(tasks.values()))
@@ -188,8 +167,8 @@ def serve_task(
     except ValueError:
         raise ConfigError(f"--listen: `{listen}` is not HOST:PORT") from None
     stopped: list[int] = []
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda number, _: stopped.append(number))
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda number, _: stopped.append(number))
     token = server_token()
     try:
         host = TaskHost(task, address, token=token, processes_max=processes)

@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.system.own_code import nearest, traceback_of, with_place
-from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.calls import one_line
+from dora_pipe.producers.tasks.execution import call_beside
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.task import (
     DescribedTool,

@@ -11,8 +11,8 @@ import pytest
 
 from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskEvent, TaskFailed
-from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
-from dora_pipe.producers.tasks.links import KILLED, ProcessLink
+from dora_pipe.producers.tasks.child import DEATHS_OF_CALL_MAX
+from dora_pipe.producers.tasks.links import KILLED
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.schemas.metrics import FailingServer
@@ -73,12 +73,12 @@ def test_steps_that_hang_count_although_every_episode_begins(folder: Path) -> No
 
 def kill_the_process(pool: TaskPool) -> list[TaskEvent]:
     end = time.monotonic() + DEADLINE_S
-    while not (pool._children and pool._children[0].sent):
+    while not (pool._children and pool._children[0].begun):
         assert time.monotonic() < end
         assert pool.poll(0.05) == []
     (child,) = pool._children
-    assert isinstance(child.link, ProcessLink)
-    os.kill(child.link._process.pid, signal.SIGKILL)
+    assert child.link.process is not None
+    os.kill(child.link.process.pid, signal.SIGKILL)
     events: list[TaskEvent] = []
     while child in pool._children:
         assert time.monotonic() < end
@@ -97,7 +97,7 @@ def test_a_call_under_which_processes_are_killed_again_and_again_is_to_blame(fol
     with TaskPool(task(folder)) as pool:
         pool.submit(score("a", "forever"))
         events: list[TaskEvent] = []
-        for _ in range(DEFERRED_DEATHS_MAX):
+        for _ in range(DEATHS_OF_CALL_MAX):
             assert events == []
             events = kill_the_process(pool)
         (failed,) = events

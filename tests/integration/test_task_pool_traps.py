@@ -22,6 +22,7 @@ from tests.support.task_pool import (
     gather,
     is_gone,
     pid_of,
+    poll_until,
     score,
     task,
     wait_until_gone,
@@ -96,7 +97,7 @@ def test_what_a_hanging_reward_started_is_killed_with_it(impatient: TaskPool) ->
     (event,) = gather(impatient, 1)
     assert isinstance(event, TaskFailed)
     assert results
-    assert all(wait_until_gone(pid) for pid in results)
+    assert poll_until(impatient, lambda: all(map(is_gone, results)))
 
 
 def _sleepers(parent: int) -> list[int]:

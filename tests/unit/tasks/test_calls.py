@@ -13,7 +13,6 @@ from dora_pipe.producers.tasks.calls import (
     Abandon,
     Call,
     CallAnswer,
-    Deferred,
     EndEpisode,
     EnvObserved,
     EnvStep,
@@ -22,6 +21,7 @@ from dora_pipe.producers.tasks.calls import (
     GroupRewarded,
     Hello,
     PipeFrame,
+    Progress,
     PromptCall,
     PromptReady,
     Refused,
@@ -61,7 +61,6 @@ DOWN: list[PipeFrame] = [
         calls.AgentCall(
             request="d", split="train", index=0, base_url="http://127.0.0.1/v1", api_key="key"
         ),
-        2.5,
     ),
     EndEpisode(1),
     Abandon(3),
@@ -78,9 +77,8 @@ UP: list[PipeFrame] = [
     CallAnswer(6, GroupRewarded(request="c", rewards=(1.0, 0.5), parts=({}, {"a": 0.5}))),
     CallAnswer(7, calls.AgentEnded(request="d", text="done")),
     CallAnswer(8, calls.EpisodeLost(request="a", message="Retry: no room")),
-    Deferred(5, 0.5),
-    Deferred(5, waiting=True),
-    Exhausted("its threads hang", at_once=True),
+    Progress(5, "waiting"),
+    Exhausted("its threads hang"),
     CallAnswer(4, TaskFailed(request="a", error="ValueError", message="why")),
 ]
 

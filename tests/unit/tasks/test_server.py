@@ -1,5 +1,6 @@
 """Tests of the task server without a process."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,6 +16,7 @@ from dora_pipe.producers.tasks.calls import (
     UP,
     Call,
     CallAnswer,
+    Down,
     EndEpisode,
     EnvObserved,
     EnvStep,
@@ -26,7 +28,6 @@ from dora_pipe.producers.tasks.calls import (
     TaskCall,
     TaskEvent,
     TaskFailed,
-    Up,
     unpack,
 )
 from dora_pipe.producers.tasks.task import Environment, Observation, Reward, Row, Split, Task, Turn
@@ -65,29 +66,26 @@ class Scripted(Task):
         return self._reward
 
 
-class Served(server.TaskServer):
+class Served:
     def __init__(self, task: Task, **config: Any) -> None:
         self.written = bytearray()
         setup = Setup(model.Task(kind="tests:", threads=1, **config), 1)
-        super().__init__(task, setup, self._keep)
+        self.server = server.TaskServer(task, setup, self.written.extend)
 
-    def _keep(self, data: bytes) -> None:
-        self.written += data
+    def answer(self, *frames: Down) -> TaskEvent:
+        asyncio.run(self._take(frames))
+        answers = [UP.decode(body) for body in unpack(self.written)]
+        return [frame.event for frame in answers if isinstance(frame, CallAnswer)][-1]
 
-    def said(self) -> list[Up]:
-        return [UP.decode(body) for body in unpack(self.written)]
-
-    def answer(self, call: Call) -> TaskEvent:
-        self.take(call)
-        (frame,) = self.said()
-        assert isinstance(frame, CallAnswer)
-        assert frame.number == call.number
-        return frame.event
+    async def _take(self, frames: Sequence[Down]) -> None:
+        for frame in frames:
+            self.server.take(frame)
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(tasks)
 
 
 def answer(task: Task, *calls: Call) -> TaskEvent:
-    served = Served(task)
-    return [served.answer(call) for call in calls][-1]
+    return Served(task).answer(*calls)
 
 
 SCORE = Call(7, None, RewardCall(request="a", split="train", index=0, text="t", turns=("t",)))
@@ -185,22 +183,19 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
 ) -> None:
     World.closed = 0
     served = Served(Scripted(world=True))
-    served.answer(PROMPT)
-    failed = served.answer(of_episode(2, EnvStep(request="a", turn=Turn(text="raise"))))
+    failed = served.answer(PROMPT, of_episode(2, EnvStep(request="a", turn=Turn(text="raise"))))
     assert isinstance(failed, TaskFailed)
     assert failed.error == "RuntimeError"
-    answer = served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
-    assert isinstance(answer, EnvObserved)
-    served.take(EndEpisode(1))
-    served.take(EndEpisode(1))
+    step = of_episode(3, EnvStep(request="a", turn=Turn(text="go")))
+    observed = served.answer(step, EndEpisode(1), EndEpisode(1))
+    assert isinstance(observed, EnvObserved)
     assert World.closed == 1
     assert "cannot close" in capsys.readouterr().err
 
 
 def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> None:
     served = Served(Scripted(reward=None))
-    for _ in range(2 * server.ERRORS_MAX):
-        served.answer(SCORE)
+    served.answer(*[SCORE] * (2 * server.ERRORS_MAX))
     err = capsys.readouterr().err
     assert err.count("Traceback") == server.ERRORS_MAX
     assert err.count("not shown") == 1
@@ -230,5 +225,5 @@ def test_prompt_of_an_episode_says_whether_it_can_be_told_again(
     ready = served.answer(PROMPT)
     assert isinstance(ready, PromptReady)
     assert (ready.episode, ready.replayable) == (True, text)
-    assert served.facts().replayable == text
+    assert served.server.facts().replayable == text
     assert not Scripted().replayable

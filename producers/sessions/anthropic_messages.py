@@ -9,14 +9,19 @@ import msgspec
 
 from dora_pipe.producers.sessions.calls import (
     CallRequest,
+    Limit,
     Refused,
     Sampled,
+    Stops,
+    add_call,
     caller_of,
     decoded,
     messages_of,
-    most_tokens,
     stops_of,
+    text_of,
     tools_of,
+    unsupported,
+    written,
 )
 
 _ERRORS: Final = {
@@ -36,12 +41,12 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     """Supported keys of a body."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int
+    max_tokens: Limit
     model: str = ""
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
 
@@ -64,7 +69,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         api="messages",
         messages=messages_of(chat_messages(request)),
         tools=tools_of([*map(_tool, request.tools or ())], _CHOICES.get(str(choice), choice)),
-        max_tokens=most_tokens(request.max_tokens),
+        max_tokens=request.max_tokens,
         stop=stops_of(request.stop_sequences),
         settings=settings,
         caller=caller_of(caller, user if isinstance(user, str) else None),
@@ -77,7 +82,7 @@ def chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
     """Return chat messages. Raises Refused for unsupported blocks."""
     messages: list[dict[str, Any]] = []
     if request.system:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": text_of(request.system, "system")})
     for index, message in enumerate(request.messages):
         content = message.get("content", "")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -106,13 +111,11 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
             case {"type": "thinking", "thinking": str(text)}:
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case {"type": "tool_use", "name": name, "input": arguments}:
-                call = {"name": name, "arguments": arguments}
-                call_part = {"type": "function", "id": block.get("id", ""), "function": call}
-                message.setdefault("tool_calls", []).append(call_part)
+                add_call(message, block.get("id"), name, arguments)
             case {"type": "redacted_thinking"}:
                 pass
             case _:
-                raise _not_offered(block, where)
+                raise unsupported(block, where)
     return message
 
 
@@ -124,31 +127,16 @@ def _user(blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "tool_result", "tool_use_id": call}:
-                content = _text(block.get("content") or "", where)
+                content = text_of(block.get("content") or "", where)
                 yield {"role": "tool", "tool_call_id": call, "content": content}
             case _:
-                raise _not_offered(block, where)
+                raise unsupported(block, where)
     if texts:
         yield {"role": "user", "content": "".join(texts)}
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for block in content if isinstance(content, list) else [content]:
-        if not isinstance(block, Mapping) or not isinstance(block.get("text"), str):
-            raise _not_offered(block, where)
-        texts.append(block["text"])
-    return "".join(texts)
-
-
-def _not_offered(block: Any, where: str) -> Refused:
-    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-    return Refused(400, "unsupported", f"{where}: a block of type `{kind}` is not supported")
-
-
-def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:
+def answer(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:
+    """Return the assistant's message."""
     turn = sampled.turn.message()
     content: list[dict[str, Any]] = []
     if turn.get("reasoning_content"):
@@ -182,7 +170,6 @@ def _stopped(request: MessagesRequest, sampled: Sampled, *, calls: bool) -> tupl
 
 
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return stream events."""
     start = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(answer["content"]):
@@ -206,10 +193,9 @@ def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
             delta = {"type": "thinking_delta", "thinking": block["thinking"]}
             return {**block, "thinking": ""}, [delta]
         case _:
-            text = msgspec.json.encode(block["input"]).decode()
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+            delta = {"type": "input_json_delta", "partial_json": written(block["input"])}
+            return {**block, "input": {}}, [delta]
 
 
 def error_type(status: int) -> str:
-    """Return Anthropic's error type."""
     return _ERRORS.get(status, "api_error")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -105,9 +105,9 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, session: Session, body: bytes, request: Request) -> Response:
-        asked, wanted = chat_completions.read(body, _caller(request))
-        prompt, sampled = await self._sampled(session, wanted, len(body))
-        answer = chat_completions.completion(
+        asked, call = chat_completions.read(body, _caller(request))
+        prompt, sampled = await self._sampled(session, call, len(body))
+        answer = chat_completions.answer(
             asked,
             sampled,
             answer_id=f"chatcmpl-{self._number()}",
@@ -115,54 +115,43 @@ class Endpoint:
             pieces=_pieces(session, sampled) if asked.logprobs else (),
             prompt_ids=() if prompt is None else prompt.ids,
         )
-        if not asked.stream:
-            return _json(answer)
-        with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        chunks = chat_completions.chunks(answer, with_usage=with_usage)
-        return _events([*(("", one) for one in chunks), ("", "[DONE]")])
+        return _events(chat_completions.events(asked, answer)) if asked.stream else _json(answer)
 
     async def _responses(self, session: Session, body: bytes, request: Request) -> Response:
-        asked, wanted = openai_responses.read(body, _caller(request))
-        _, sampled = await self._sampled(session, wanted, len(body))
-        answer = openai_responses.response(
+        asked, call = openai_responses.read(body, _caller(request))
+        _, sampled = await self._sampled(session, call, len(body))
+        answer = openai_responses.answer(
             asked, sampled[0], number=self._number(), created_s=int(time.time())
         )
         return _events(openai_responses.events(answer)) if asked.stream else _json(answer)
 
     async def _messages(self, session: Session, body: bytes, request: Request) -> Response:
-        asked, wanted = anthropic_messages.read(body, _caller(request))
-        _, sampled = await self._sampled(session, wanted, len(body))
-        answer = anthropic_messages.message(asked, sampled[0], number=self._number())
+        asked, call = anthropic_messages.read(body, _caller(request))
+        _, sampled = await self._sampled(session, call, len(body))
+        answer = anthropic_messages.answer(asked, sampled[0], number=self._number())
         return _events(anthropic_messages.events(answer)) if asked.stream else _json(answer)
 
     async def _generate(self, session: Session, body: bytes, request: Request) -> Response:
-        tokenizer = session.source.tokenizer
-        chat = session.source.chat
-        stop_ids = tokenizer.stop_ids if chat is None else chat.stop_ids
-        asked, wanted = token_generate.read(
+        source = session.source
+        stop_ids = source.tokenizer.stop_ids if source.chat is None else source.chat.stop_ids
+        asked, call = token_generate.read(
             body, vocabulary=self._vocabulary, stop_ids=frozenset(stop_ids), caller=_caller(request)
         )
-        _, sampled = await self._sampled(session, wanted, len(body))
-        with_logprobs = asked.sampling_params.get("logprobs") is not None
-        number = self._number()
-        return _json(
-            token_generate.generated(
-                asked, sampled, answer_id=f"gen-{number}", with_logprobs=with_logprobs
-            )
-        )
+        _, sampled = await self._sampled(session, call, len(body))
+        return _json(token_generate.answer(asked, sampled, answer_id=f"gen-{self._number()}"))
 
     async def _sampled(
-        self, session: Session, wanted: CallRequest, body_bytes: int
+        self, session: Session, call: CallRequest, body_bytes: int
     ) -> tuple[Prompt | None, list[Sampled]]:
         """Return samples of a durable call. Raises Refused, TaskError."""
         if body_bytes > LARGE_BYTES:
             async with self._large:
-                prompt = await asyncio.to_thread(prompt_of, session, wanted, beside=True)
+                prompt = await asyncio.to_thread(prompt_of, session, call, beside=True)
         else:
-            prompt = prompt_of(session, wanted)
-        ids = list(wanted.token_ids) if prompt is None else prompt.ids
-        answers = await self._sessions.ask(session, wanted, ids)
-        return prompt, sampled_of(session, wanted, prompt, answers)
+            prompt = prompt_of(session, call)
+        ids = list(call.token_ids) if prompt is None else prompt.ids
+        answers = await self._sessions.ask(session, call, ids)
+        return prompt, sampled_of(session, call, prompt, answers)
 
     async def _body(self, request: Request) -> bytes:
         """Read a body. Raises Refused if too large, slow or many."""
@@ -235,7 +224,7 @@ def _json(answer: Mapping[str, Any]) -> Response:
     return Response(_ENCODER.encode(answer), media_type=_JSON)
 
 
-def _events(events: Sequence[tuple[str, Any]]) -> Response:
+def _events(events: Iterable[tuple[str, Any]]) -> Response:
     lines: list[bytes] = []
     for name, value in events:
         if name:
@@ -247,7 +236,7 @@ def _events(events: Sequence[tuple[str, Any]]) -> Response:
 
 def _pieces(session: Session, sampled: Sequence[Sampled]) -> list[list[str]]:
     tokenizer = session.source.tokenizer
-    return [[tokenizer.full_text([token]) for token in one.token_ids] for one in sampled]
+    return [[tokenizer.full_text([token]) for token in choice.token_ids] for choice in sampled]
 
 
 def _refusal(error: Refused, *, anthropic: bool) -> Response:
@@ -261,8 +250,8 @@ def _refusal(error: Refused, *, anthropic: bool) -> Response:
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
     else:
         kind = "invalid_request_error" if error.status < 429 else "rate_limit_error"
-        said = {"message": error.message, "type": kind, "param": None, "code": error.code}
-        body = {"error": said}
+        details = {"message": error.message, "type": kind, "param": None, "code": error.code}
+        body = {"error": details}
     return Response(_ENCODER.encode(body), error.status, headers, _JSON)
 
 

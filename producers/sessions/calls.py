@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from dora_pipe.config import model
 from dora_pipe.producers.sessions.conversations import Tools
@@ -31,6 +32,11 @@ ASKED_BYTES_MAX: Final = 1024
 """Maximum of a recorded setting; longer ones are recorded as a digest."""
 
 Api = Literal["chat", "responses", "messages", "generate"]
+
+Limit = Annotated[int, Meta(ge=1)]
+Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
+Stop = Annotated[str, Meta(max_length=STOP_CHARACTERS_MAX)]
+Stops = Annotated[list[Stop], Meta(max_length=STOPS_MAX)]
 
 NEUTRAL: Final[Mapping[str, Any]] = {
     "add_generation_prompt": True,
@@ -118,6 +124,8 @@ FOLLOWED: Final = ("temperature", "top_p", "top_k", "min_p")
 
 SETTINGS_MAX: Final = 64
 
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
+
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -185,19 +193,12 @@ def _short(value: Any) -> Any:
     return f"{len(written)} bytes, sha256 {hashlib.sha256(written).hexdigest()}"
 
 
-def decoded(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """Parse a JSON body. Raises Refused."""
+def decoded(body: bytes | dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    """Parse a JSON body; return supported keys and other settings. Raises Refused."""
     try:
-        return obeyed_of(msgspec.json.decode(body), kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"invalid request: {error}") from None
-
-
-def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """Return supported keys and other settings. Raises Refused."""
-    try:
+        plain = msgspec.json.decode(body) if isinstance(body, bytes) else body
         return msgspec.convert(plain, kind), settings_of(plain, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, "invalid_request", f"invalid request: {error}") from None
 
 
@@ -220,7 +221,6 @@ def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[st
 
 
 def template_of(kwargs: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:
-    """Return chat template variables."""
     return {**(kwargs or {}), **({} if thinking is None else {"enable_thinking": thinking})}
 
 
@@ -267,32 +267,41 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
     return () if named == "none" else [dict(tool) for tool in given or ()]
 
 
-def stops_of(given: Any) -> tuple[str, ...]:
-    """Return the stop strings. Raises Refused."""
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(stops) > STOPS_MAX or any(len(stop) > STOP_CHARACTERS_MAX for stop in stops):
-        most = f"{STOPS_MAX} of {STOP_CHARACTERS_MAX} characters"
-        raise Refused(400, "invalid_request", f"stop: more than {most}")
+def stops_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else given or ()
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-def choices_of(given: int | None) -> int:
-    """Return the number of choices. Raises Refused."""
-    count = 1 if given is None else given
-    if not 1 <= count <= CHOICES_MAX:
-        raise Refused(400, "invalid_request", f"n: {count} is not between 1 and {CHOICES_MAX}")
-    return count
+def text_of(content: Any, where: str) -> str:
+    """Return a text, or the joined texts of parts. Raises Refused."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else ""
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise unsupported(part, where)
+        texts.append(part["text"])
+    return "".join(texts)
 
 
-def most_tokens(*given: int | None) -> int | None:
-    """Return the smallest limit. Raises Refused."""
-    limits = [limit for limit in given if limit is not None]
-    if any(limit < 1 for limit in limits):
-        raise Refused(400, "invalid_request", f"max_tokens: {min(limits)} is less than 1")
-    return min(limits, default=None)
+def unsupported(part: Any, where: str) -> Refused:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    return Refused(400, "unsupported", f"{where}: a part of type `{kind}` is not supported")
+
+
+def add_call(message: dict[str, Any], call_id: Any, name: Any, arguments: Any) -> None:
+    """Add a tool call to an assistant's message."""
+    function = {"name": name, "arguments": arguments}
+    call = {"type": "function", "id": call_id or "", "function": function}
+    message.setdefault("tool_calls", []).append(call)
+
+
+def written(arguments: Any) -> str:
+    """Return a call's arguments as JSON."""
+    return msgspec.json.encode(arguments).decode()
 
 
 def caller_of(*given: str | None) -> str:
-    """Return the first name, sanitized."""
     named = next((caller for caller in given if caller), "")
     return "".join(char if char.isprintable() else "?" for char in named)[:CALLER_CHARACTERS_MAX]

@@ -9,16 +9,19 @@ import msgspec
 
 from dora_pipe.producers.sessions.calls import (
     CallRequest,
+    Choices,
+    Limit,
     Refused,
     Sampled,
+    Stop,
+    Stops,
     caller_of,
-    choices_of,
     decoded,
     messages_of,
-    most_tokens,
     stops_of,
     template_of,
     tools_of,
+    written,
 )
 
 FINISH: Final = {"stop": "stop", "length": "length"}
@@ -31,10 +34,10 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n: Choices | None = None
+    stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -55,12 +58,13 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
         for key in _OF_MESSAGES:
             if message.get(key):
                 raise Refused(400, "unsupported", f"messages[{index}].{key} is not supported")
+    limits = (request.max_tokens, request.max_completion_tokens)
     call_request = CallRequest(
         api="chat",
         messages=messages_of(request.messages),
         tools=tools_of(request.tools, request.tool_choice),
-        max_tokens=most_tokens(request.max_tokens, request.max_completion_tokens),
-        choices=choices_of(request.n),
+        max_tokens=min(filter(None, limits), default=None),
+        choices=request.n or 1,
         stop=stops_of(request.stop),
         settings=settings,
         template=template_of(request.chat_template_kwargs, request.enable_thinking),
@@ -70,7 +74,7 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
     return request, call_request
 
 
-def completion(
+def answer(
     request: ChatRequest,
     choices: Sequence[Sampled],
     *,
@@ -96,8 +100,7 @@ def completion(
     return completion
 
 
-def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield stream chunks."""
+def events(request: ChatRequest, answer: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
     for choice in answer["choices"]:
@@ -106,15 +109,15 @@ def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, An
         if calls:
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         rest = {key: choice[key] for key in ("index", "logprobs", "token_ids") if key in choice}
-        yield {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
+        yield "", {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield {**head, "choices": [last]}
-    if with_usage:
-        yield {**head, "choices": [], "usage": answer["usage"]}
+        yield "", {**head, "choices": [last]}
+    if (request.stream_options or {}).get("include_usage"):
+        yield "", {**head, "choices": [], "usage": answer["usage"]}
+    yield "", "[DONE]"
 
 
 def usage(choices: Sequence[Sampled]) -> dict[str, int]:
-    """Return token counts."""
     prompt = choices[0].prompt_tokens
     sampled = sum(len(choice.token_ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
@@ -126,7 +129,7 @@ def _choice(
     message = sampled.turn.message()
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        function["arguments"] = msgspec.json.encode(function["arguments"]).decode()
+        function["arguments"] = written(function["arguments"])
     if "tool_calls" in message and not message["content"]:
         message["content"] = None
     finish = FINISH.get(sampled.finish, "stop")

@@ -11,13 +11,16 @@ import msgspec
 from dora_pipe.producers.sessions.calls import (
     NEUTRAL,
     CallRequest,
+    Limit,
     Refused,
     Sampled,
+    add_call,
     caller_of,
     decoded,
     messages_of,
-    most_tokens,
+    text_of,
     tools_of,
+    written,
 )
 
 
@@ -29,7 +32,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Limit | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
     user: str | None = None
@@ -46,7 +49,7 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
         api="responses",
         messages=messages_of(list(chat_messages(request))),
         tools=tools_of([*map(_tool, request.tools or ())], request.tool_choice),
-        max_tokens=most_tokens(request.max_output_tokens),
+        max_tokens=request.max_output_tokens,
         settings=settings,
         caller=caller_of(caller, request.user),
         model=request.model,
@@ -67,10 +70,13 @@ def chat_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
             continue
         for item in items:
             if item.get("type") == "function_call_output":
-                content = _text(item.get("output", ""))
+                content = text_of(item.get("output", ""), "input")
                 yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
             else:
-                yield {"role": item.get("role"), "content": _text(item.get("content", ""))}
+                yield {
+                    "role": item.get("role"),
+                    "content": text_of(item.get("content", ""), "input"),
+                }
 
 
 def _is_spoken(item: Mapping[str, Any]) -> bool:
@@ -90,25 +96,10 @@ def _assistant(items: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
     for item in items:
         match item.get("type", "message"):
             case "message":
-                message["content"] += _text(item.get("content", ""))
+                message["content"] += text_of(item.get("content", ""), "input")
             case "function_call":
-                call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                call_part = {"type": "function", "id": item.get("call_id", ""), "function": call}
-                message.setdefault("tool_calls", []).append(call_part)
+                add_call(message, item.get("call_id"), item.get("name"), item.get("arguments"))
     return message
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind not in ("input_text", "output_text", "text") or not isinstance(text, str):
-            raise Refused(400, "unsupported", f"input: a part of type `{kind}` is not supported")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,9 +110,10 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def response(
+def answer(
     request: ResponsesRequest, sampled: Sampled, *, number: int, created_s: int
 ) -> dict[str, Any]:
+    """Return the response."""
     cut = sampled.finish == "length"
     status = "incomplete" if cut else "completed"
     prompt, spoken = sampled.prompt_tokens, len(sampled.token_ids)
@@ -171,7 +163,7 @@ def _output(message: dict[str, Any], number: int, status: str) -> list[dict[str,
                 "id": f"fc_{number}_{index}",
                 "call_id": call["id"],
                 "name": function["name"],
-                "arguments": msgspec.json.encode(function["arguments"]).decode(),
+                "arguments": written(function["arguments"]),
                 "status": status,
             }
         )
@@ -179,7 +171,6 @@ def _output(message: dict[str, Any], number: int, status: str) -> list[dict[str,
 
 
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return stream events."""
     begun = {**answer, "status": "in_progress", "output": [], "usage": None}
     events = [_event("created", response=begun), _event("in_progress", response=begun)]
     for index, item in enumerate(answer["output"]):
@@ -200,10 +191,9 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield _event("output_text.done", **part, text=text, logprobs=[])
         yield _event("content_part.done", **part, part=item["content"][0])
     elif item["type"] == "function_call":
-        written = item["arguments"]
         yield _event("output_item.added", output_index=index, item={**item, "arguments": ""})
-        yield _event("function_call_arguments.delta", **location, delta=written)
-        done = {"name": item["name"], "arguments": written}
+        yield _event("function_call_arguments.delta", **location, delta=item["arguments"])
+        done = {"name": item["name"], "arguments": item["arguments"]}
         yield _event("function_call_arguments.done", **location, **done)
     else:
         yield _event("output_item.added", output_index=index, item=item)

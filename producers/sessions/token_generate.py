@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from dora_pipe.producers.sessions.calls import (
     STOPS_MAX,
     CallRequest,
+    Choices,
+    Limit,
     Refused,
     Sampled,
+    Stop,
+    Stops,
     caller_of,
-    choices_of,
     decoded,
-    most_tokens,
-    obeyed_of,
     stops_of,
 )
 
@@ -23,17 +25,17 @@ from dora_pipe.producers.sessions.calls import (
 class SamplingParams(msgspec.Struct, kw_only=True):
     """Supported `sampling_params`; stops add to the run's."""
 
-    max_tokens: int | None = None
-    n: int | None = None
+    max_tokens: Limit | None = None
+    n: Choices | None = None
     logprobs: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: list[int] | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """Supported keys of a body."""
 
-    token_ids: list[int]
+    token_ids: Annotated[list[int], Meta(min_length=1)]
     sampling_params: dict[str, Any] = {}
     model: str = ""
     request_id: str = ""
@@ -44,10 +46,8 @@ def read(
 ) -> tuple[GenerateRequest, CallRequest]:
     """Parse a request. Raises Refused."""
     request, unread = decoded(body, GenerateRequest)
-    params, settings = obeyed_of(request.sampling_params, SamplingParams)
+    params, settings = decoded(request.sampling_params, SamplingParams)
     ids = request.token_ids
-    if not ids:
-        raise Refused(400, "invalid_request", "token_ids is empty")
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         raise Refused(400, "invalid_request", f"token_ids: not all are below {vocabulary}")
     extra = sorted(set(params.stop_token_ids or ()) - stop_ids)
@@ -57,8 +57,8 @@ def read(
     call_request = CallRequest(
         api="generate",
         token_ids=tuple(ids),
-        max_tokens=most_tokens(params.max_tokens),
-        choices=choices_of(params.n),
+        max_tokens=params.max_tokens,
+        choices=params.n or 1,
         stop=stops_of(params.stop),
         stop_ids=tuple(extra),
         settings={**unread, **settings},
@@ -68,10 +68,9 @@ def read(
     return request, call_request
 
 
-def generated(
-    request: GenerateRequest, choices: list[Sampled], *, answer_id: str, with_logprobs: bool
-) -> dict[str, Any]:
-    """Return the answer; log-probs name tokens by id."""
+def answer(request: GenerateRequest, choices: list[Sampled], *, answer_id: str) -> dict[str, Any]:
+    """Return the choices; log-probs name tokens by id."""
+    with_logprobs = request.sampling_params.get("logprobs") is not None
     return {
         "request_id": request.request_id or answer_id,
         "prompt_token_ids": request.token_ids,

@@ -84,7 +84,7 @@ class Child:
     link: Link
     selector: selectors.BaseSelector
     heard_ns: int
-    """Start, then last frame."""
+    """Start, then last frame or first call after idle time."""
     heard: bool = False
     bad: int = 0
     ready: bool = False
@@ -128,7 +128,9 @@ class Child:
     def closing_s(self, now_ns: int) -> float:
         return max(0.0, (self.closing_until_ns - now_ns) / _NS)
 
-    def send(self, call: OpenCall) -> None:
+    def send(self, call: OpenCall, now_ns: int) -> None:
+        if not self.sent:
+            self.heard_ns = now_ns
         self.sent[call.number] = call
         self._down += call.frame
 

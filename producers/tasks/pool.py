@@ -244,18 +244,18 @@ class TaskPool:
             self._queue.append(opened)
         else:
             opened.episode = held[1]
-            held[0].send(opened)
+            held[0].send(opened, self._clock.now_ns())
             held[0].flush()
 
     def _left_ns(self, request: str) -> float:
         ends_ns = self._ends_ns.get(request)
         return math.inf if ends_ns is None else ends_ns - self._clock.now_ns()
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, now_ns: int) -> None:
         while self._queue and (takers := self._takers()):
             call = self._queue.popleft()
             preferred = [child for child in takers if child is not call.avoid] or takers
-            min(preferred, key=lambda child: child.load).send(call)
+            min(preferred, key=lambda child: child.load).send(call, now_ns)
         for child in self._children:
             child.flush()
 
@@ -267,7 +267,7 @@ class TaskPool:
     def _turn(self, wait_s: float) -> None:
         now_ns = self._clock.now_ns()
         self._start_missing(now_ns)
-        self._hand_out()
+        self._hand_out(now_ns)
         ready = self._selector.select(0 if self._events else wait_s)
         now_ns = self._clock.now_ns()
         for key, mask in ready:
@@ -276,7 +276,7 @@ class TaskPool:
         for child in list(self._children):
             if child in self._children:
                 self._limit(child, now_ns)
-        self._hand_out()
+        self._hand_out(now_ns)
 
     def _receive(self, child: Child, now_ns: int) -> None:
         try:

@@ -286,6 +286,7 @@ class TaskServer:
         if self._agent is None:
             raise NoAnswer("the task has no agent")
         row = self._row(call.split, call.index)
+        PLACE.get().report("beside")  # commands run outside of `call_user_code`
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         return agent_ended(call.request, await self._agent.run(asked))
 

@@ -34,8 +34,15 @@ from dora_pipe.producers.data.conversations import conversation_of
 from dora_pipe.producers.data.filters import compile_filter
 from dora_pipe.producers.data.readers import Placed, rows_of
 from dora_pipe.producers.data.rows import DataRows, TooManyBytes, write_rows
-from dora_pipe.producers.data.sources import DataFile, Source, sources_of
-from dora_pipe.producers.data.spec import DataProgress, DataRefused, DataSpec, describe_sources
+from dora_pipe.producers.data.spec import (
+    DataFile,
+    DataProgress,
+    DataRefused,
+    DataSpec,
+    Source,
+    describe_sources,
+    sources_of,
+)
 from dora_pipe.schemas.wire import canonical, sha256_hex
 
 CACHE_VARIABLE: Final = "DORA_PIPE_CACHE"

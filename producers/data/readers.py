@@ -23,8 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import TaskError, install_hint
-from dora_pipe.producers.data.sources import DataFile, HubSet, Source
-from dora_pipe.producers.data.spec import DataSpec, without
+from dora_pipe.producers.data.spec import DataFile, DataSpec, HubSet, Source, without
 
 BATCH_ROWS: Final = 512
 """Table rows held as Python objects at a time."""

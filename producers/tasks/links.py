@@ -1,4 +1,4 @@
-"""Links to task processes: a socket to a local process or to one of a server."""
+"""Task processes: their interpreter, their start, and sockets to them, here or on a server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.pure.frames import framed
 from dora_pipe.core.system.console import own_name
-from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX
-from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE, Interpreter
+from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, one_line
 
 TOKEN_CHARACTERS_MIN: Final = 16
 
@@ -23,6 +26,74 @@ LOST_MS: Final = 30_000
 
 KILLED: Final = "its process was killed by signal 9"
 """Usually for lack of memory; a crash has another signal."""
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+TOKEN_VARIABLE: Final = "DORA_PIPE_TASK_TOKEN"
+"""Hidden from users' code."""
+
+OLDEST: Final = (3, 11)
+
+_QUESTION: Final = "import sys; print('%d.%d' % sys.version_info[:2]); import msgspec"
+_ANSWER_S: Final = 60.0
+_FIXED: Final = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""Rewards must not depend on threads or set order."""
+
+
+class Interpreter:
+    """Runs modules of this package for a task."""
+
+    def __init__(self, python: str) -> None:
+        """`python`: path; empty: the current interpreter. Raises ConfigError."""
+        self._python = python or sys.executable
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if python:
+            _check(python)
+            # Exposes this package, not those installed next to it.
+            self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-")
+            Path(self._folder.name, "dora_pipe").symlink_to(ROOT, target_is_directory=True)
+
+    def command(self, module: str, *words: str) -> Sequence[str]:
+        return [self._python, "-P", "-m", module, *words]
+
+    def environment(self) -> Mapping[str, str]:
+        variables = {**os.environ, **_FIXED}
+        variables.pop(TOKEN_VARIABLE, None)
+        if self._folder is not None:
+            paths = [self._folder.name, variables.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            variables.pop("PYTHONHOME", None)
+        return variables
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _check(python: str) -> None:
+    """Raises ConfigError."""
+    words = [python, "-c", _QUESTION]
+    key = f"task.python: `{python}`"
+    try:
+        answer = subprocess.run(
+            words, capture_output=True, timeout=_ANSWER_S, check=False, text=True
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"{key} does not exist") from None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{key} cannot be run: {error}") from error
+    version = answer.stdout.strip()
+    if not version.replace(".", "").isdecimal():
+        raise ConfigError(f"{key} is not Python: {one_line(answer.stderr.strip() or version)}")
+    if tuple(map(int, version.split("."))) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{key} is Python {version}, expected {needed} or newer")
+    if answer.returncode:
+        raise ConfigError(
+            f"{key} has no msgspec: {one_line(answer.stderr.strip().rpartition(chr(10))[2])}",
+            hint=f"{python} -m pip install msgspec",
+        )
 
 
 class Link:

@@ -53,8 +53,7 @@ from dora_pipe.producers.tasks.child import (
     late,
     limit_s,
 )
-from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import KILLED, Link, server_token
+from dora_pipe.producers.tasks.links import KILLED, Interpreter, Link, server_token
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingServer
 

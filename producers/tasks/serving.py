@@ -26,8 +26,8 @@ from dora_pipe.core.pure.frames import framed
 from dora_pipe.core.system.console import say
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
-from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import (
+    Interpreter,
     host_and_port,
     kill_process,
     server_token,

@@ -213,7 +213,7 @@ def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: 
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "set task.chat_template_kwargs"),
         ({"extra_body": {"enable_thinking": False}}, "enable_thinking"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "x", "prefix": True}]}, "prefix"),
-        ({"n": 1000}, "n: 1000"),
+        ({"n": 1000}, r"<= 128 - at `\$.n`"),
         ({"stop": ["x" * 257]}, "length <= 256"),
         ({"stop": [str(index) for index in range(33)]}, "length <= 32"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -16,7 +16,7 @@ from dora_pipe.config.load import from_plain, load_config
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, EpisodeLost, PromptReady, Rewarded
-from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
+from dora_pipe.producers.tasks.links import TOKEN_VARIABLE
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.task import Turn
 from tests.support.task_pool import DEADLINE_S, ask, is_gone, prompt, score, write_module

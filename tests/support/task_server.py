@@ -6,7 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
+from dora_pipe.producers.tasks.links import TOKEN_VARIABLE
 from tests.support.forked import PROGRAM
 from tests.support.task_pool import DEADLINE_S
 

@@ -20,8 +20,12 @@ import pytest
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.model import Task
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.producers.adapters.verifiers import VerifiersError, reward_of
-from dora_pipe.producers.adapters.verifiers_rollouts import SessionInterception, session_client
+from dora_pipe.producers.adapters.verifiers import (
+    SessionInterception,
+    VerifiersError,
+    reward_of,
+    session_client,
+)
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool

@@ -19,7 +19,7 @@ import msgspec
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.calls import CallState
-from dora_pipe.producers.tasks.execution import ELSEWHERE, PLACE, Place, call_user_code
+from dora_pipe.producers.tasks.execution import CONTEXT, ELSEWHERE, CallContext, call_user_code
 from dora_pipe.producers.tasks.task import Completion, Row
 from dora_pipe.producers.tasks.values import in_order
 
@@ -33,14 +33,14 @@ class Batch:
 
     given: list[Mapping[str, Any]] = field(default_factory=list)
     full: asyncio.Event = field(default_factory=asyncio.Event)
-    places: list[Place] = field(default_factory=list)
+    contexts: list[CallContext] = field(default_factory=list)
     answers: asyncio.Task[Sequence[Any]] | None = None
     waiting: int = 0
 
     def report(self, state: CallState) -> None:
         """Report a state of all calls; none of them alone is in the main thread."""
-        for place in self.places:
-            place.report("beside" if state == "main" else state)
+        for context in self.contexts:
+            context.report("running" if state == "main" else state)
 
 
 class Batches:
@@ -60,7 +60,7 @@ class Batches:
         assert batch.answers is not None
         index = len(batch.given)
         batch.given.append(given)
-        batch.places.append(PLACE.get(ELSEWHERE))
+        batch.contexts.append(CONTEXT.get(ELSEWHERE))
         batch.waiting += 1
         if len(batch.given) == BATCH_MAX:
             self._close(batch)
@@ -83,8 +83,8 @@ class Batches:
             await asyncio.wait_for(batch.full.wait(), WAIT_S)
         self._close(batch)
         lists = {name: [arguments[name] for arguments in batch.given] for name in batch.given[0]}
-        first = batch.places[0]
-        PLACE.set(Place(threads=first.threads, beside=first.beside, tell=batch.report))
+        first = batch.contexts[0]
+        CONTEXT.set(CallContext(threads=first.threads, threaded=first.threaded, tell=batch.report))
         rewards = await call_user_code(partial(self._function, **lists, **self._options))
         return in_order("a reward of lists", rewards, len(batch.given))
 

@@ -118,7 +118,7 @@ class Judge(Options, frozen=True, kw_only=True):
 class JudgeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Cached answer."""
 
-    said: str
+    reply: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -205,11 +205,11 @@ class JudgeClient:
         if kept is not None:
             return kept
         asked = self._ask(question)
-        self._read(asked.said)  # Answers without a score are not cached.
+        self._read(asked.reply)  # Answers without a score are not cached.
         return _keep(path, asked)
 
     def _reward(self, answer: JudgeAnswer) -> Reward:
-        value = self._read(answer.said)
+        value = self._read(answer.reply)
         spent = (answer.prompt_tokens, answer.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
         return Reward(value=value, parts=parts)
@@ -283,7 +283,7 @@ def _judge_answer(body: bytes) -> JudgeAnswer:
         raise Retry(f"the judge's answer is not a chat completion: {error}") from None
     usage = completion.usage or _Usage()
     return JudgeAnswer(
-        said=content or "",
+        reply=content or "",
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
     )

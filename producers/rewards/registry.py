@@ -217,13 +217,13 @@ def _abstained(parts: Sequence[Part]) -> dict[str, float]:
     return {f"{part.name}.{ABSTAINED}": 1.0 for part in parts}
 
 
-def _sums(asked: Sequence[Part], count: int, beside: bool, answers: Sequence[Any]) -> list[Reward]:
-    """If all abstain on all trajectories, they leave the single rewards unchanged (`beside`)."""
+def _sums(asked: Sequence[Part], count: int, keep: bool, answers: Sequence[Any]) -> list[Reward]:
+    """If all abstain on all trajectories, they leave the single rewards unchanged (`keep`)."""
     given = [
         in_order(f"the reward `{part.name}`", answer, count)
         for part, answer in zip(asked, answers, strict=True)
     ]
-    if beside and all(value is None for items in given for value in items):
+    if keep and all(value is None for items in given for value in items):
         return [Reward(value=0.0, parts=_abstained(asked))] * count
     return [_sum(asked, row) for row in zip(*given, strict=True)]
 

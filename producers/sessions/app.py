@@ -146,7 +146,7 @@ class Endpoint:
         """Return samples of a durable call. Raises Refused, TaskError."""
         if body_bytes > LARGE_BYTES:
             async with self._large:
-                prompt = await asyncio.to_thread(prompt_of, session, call, beside=True)
+                prompt = await asyncio.to_thread(prompt_of, session, call, in_thread=True)
         else:
             prompt = prompt_of(session, call)
         ids = list(call.token_ids) if prompt is None else prompt.ids

@@ -17,20 +17,14 @@ from dora_pipe.core.system.proxies import bypass_proxies
 from dora_pipe.producers.sessions.addresses import SECRET_BYTES, Addresses
 from dora_pipe.producers.sessions.frames import (
     UP,
-    Answer,
-    Asked,
     Begun,
-    Close,
-    Frame,
-    Listening,
-    Open,
-    Refuse,
+    Down,
+    SessionEffect,
     Setup,
     SourceSetup,
+    Up,
     pack,
-    packed_ids,
     unpack,
-    unpacked_ids,
 )
 from dora_pipe.producers.tasks.calls import EpisodeLost
 from dora_pipe.producers.worker.effects import (
@@ -62,8 +56,6 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Agents run on this machine."""
-
-SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,27 +103,15 @@ class SessionPort:
 
     def start(self, effect: SessionEffect) -> None:
         """Send an effect, or queue it for `poll`."""
-        match effect:
-            case OpenSession(request=request, source=source):
-                self._open[request] = source
-                self._opening[request] += 1
-                self._put(Open(request, source, effect.start))
-            case CloseSession(request=request):
-                if self._open.pop(request, None) is not None:
-                    self._put(Close(request))
-                    self._events = [event for event in self._events if event.request != request]
-            case AnswerCall():
-                self._put(
-                    Answer(
-                        effect.call,
-                        packed_ids(effect.token_ids),
-                        tuple(effect.logprobs),
-                        effect.finish,
-                        effect.prompt_tokens,
-                    )
-                )
-            case RefuseCall():
-                self._put(Refuse(effect.call, effect.status, effect.code, effect.message))
+        request = effect.request
+        if isinstance(effect, OpenSession):
+            self._open[request] = effect.source
+            self._opening[request] += 1
+        elif isinstance(effect, CloseSession):
+            if self._open.pop(request, None) is None:
+                return
+            self._events = [event for event in self._events if event.request != request]
+        self._put(effect)
         self._flush()
 
     def poll(self) -> list[Any]:
@@ -173,19 +153,19 @@ class SessionPort:
         setup = self._setup
         self._put(
             Setup(
-                os.getpid(),
-                self.addresses.secret,
-                setup.assets,
-                setup.started_ns,
-                setup.model,
-                setup.context_tokens,
-                self._started * CALLS_OF_ONE,
-                setup.sources,
+                parent_pid=os.getpid(),
+                secret=self.addresses.secret,
+                assets=setup.assets,
+                started_ns=setup.started_ns,
+                model=setup.model,
+                context_tokens=setup.context_tokens,
+                first_call=self._started * CALLS_OF_ONE,
+                sources=setup.sources,
             )
         )
         self._started += 1
 
-    def _put(self, frame: Frame) -> None:
+    def _put(self, frame: Down) -> None:
         self._out += pack(frame)
         if len(self._out) > OUT_BYTES_MAX:
             raise ResourceError(f"the endpoint has not taken {len(self._out)} bytes for it")
@@ -215,27 +195,14 @@ class SessionPort:
             for body in unpack(self._in):
                 self._heard(UP.decode(body))
 
-    def _heard(self, frame: Listening | Begun | Asked) -> None:
-        if isinstance(frame, Listening):
-            return
-        if isinstance(frame, Begun):
-            self._opening -= Counter((frame.request,))  # removes zeros
-            return
-        self._deaths_in_a_row = 0
-        if frame.request in self._open and frame.request not in self._opening:
-            self._events.append(
-                CallAsked(
-                    request=frame.request,
-                    call=frame.call,
-                    token_ids=unpacked_ids(frame.token_ids),
-                    max_tokens=frame.max_tokens,
-                    api=frame.api,
-                    caller=frame.caller,
-                    asked=frame.asked,
-                    stop=frame.stop,
-                    stop_ids=frame.stop_ids,
-                )
-            )
+    def _heard(self, frame: Up) -> None:
+        match frame:
+            case Begun(request=request):
+                self._opening -= Counter((request,))  # removes zeros
+            case CallAsked(request=request):
+                self._deaths_in_a_row = 0
+                if request in self._open and request not in self._opening:
+                    self._events.append(frame)
 
     def _ended(self) -> None:
         """Restart at the same address."""

@@ -25,10 +25,10 @@ from dora_pipe.producers.sessions.app import Endpoint
 from dora_pipe.producers.sessions.frames import (
     DOWN,
     Down,
-    Frame,
     Listening,
     Setup,
     SourceSetup,
+    Up,
     pack,
     unpack,
 )
@@ -67,7 +67,7 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
             await serving
 
 
-def open_sessions(setup: Setup, send: Callable[[Frame], None]) -> Sessions:
+def open_sessions(setup: Setup, send: Callable[[Up], None]) -> Sessions:
     """Create sessions. Raises PolicyError for an unreadable tokenizer."""
     assets = Path(setup.assets)
     tokenizer = Tokenizer(assets)

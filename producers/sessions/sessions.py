@@ -20,16 +20,13 @@ from dora_pipe.producers.sessions.calls import (
     check_template,
 )
 from dora_pipe.producers.sessions.conversations import Conversations, Prompt
-from dora_pipe.producers.sessions.frames import (
-    Answer,
-    Asked,
-    Begun,
-    Close,
-    Frame,
-    Open,
-    Refuse,
-    packed_ids,
-    unpacked_ids,
+from dora_pipe.producers.sessions.frames import Begun, SessionEffect, Up
+from dora_pipe.producers.worker.effects import (
+    AnswerCall,
+    CallAsked,
+    CloseSession,
+    OpenSession,
+    RefuseCall,
 )
 
 ENDED_MAX: Final = 65_536
@@ -49,13 +46,13 @@ class Source:
     tokenizer: Tokenizer
     task: model.Task
     sampling: model.Sampling
-    _beside: Chat | None = None
+    _thread_chat: Chat | None = None
 
-    def chat_beside(self) -> Chat:
+    def chat_in_thread(self) -> Chat:
         """Return a chat for a thread: chats are not thread-safe."""
-        if self._beside is None:
-            self._beside = self.open_chat()
-        return self._beside
+        if self._thread_chat is None:
+            self._thread_chat = self.open_chat()
+        return self._thread_chat
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,11 +66,7 @@ class Session:
 
 
 class Sessions:
-    """All open sessions.
-
-    Example: ``sessions.take(Open("g0000000042-003/1", "train"))``, then ``await
-    sessions.ask(session, wanted, ids)``.
-    """
+    """All open sessions."""
 
     def __init__(
         self,
@@ -82,7 +75,7 @@ class Sessions:
         secret: bytes,
         context_tokens: int,
         first_call: int,
-        send: Callable[[Frame], None],
+        send: Callable[[Up], None],
     ) -> None:
         self._sources = sources
         self._secret = secret
@@ -93,25 +86,24 @@ class Sessions:
         """Session names by request."""
         self._opening: dict[str, asyncio.Event] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[AnswerCall]] = {}
         self.context_tokens = context_tokens
 
     @property
     def opened(self) -> int:
         return len(self._open)
 
-    def take(self, frame: Open | Close | Answer | Refuse) -> None:
-        """Process a frame."""
+    def take(self, frame: SessionEffect) -> None:
         match frame:
-            case Open():
+            case OpenSession():
                 self._begin(frame)
-            case Close():
+            case CloseSession():
                 self._end(frame.request)
-            case Answer():
+            case AnswerCall():
                 waiting = self._waiting.get(frame.call)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(frame)
-            case Refuse():
+            case RefuseCall():
                 refused = Refused(frame.status, frame.code, frame.message)
                 waiting = self._waiting.get(frame.call)
                 if waiting is not None and not waiting.done():
@@ -137,7 +129,7 @@ class Sessions:
 
     async def ask(
         self, session: Session, request: CallRequest, prompt_ids: list[int]
-    ) -> list[Answer]:
+    ) -> list[AnswerCall]:
         """Return samples in order of choices. Raises Refused."""
         if self._open.get(session.name) is not session:
             raise ended()
@@ -151,21 +143,20 @@ class Sessions:
                 "sampling_is_the_runs",
                 f"{names}: sampling follows the run (task.unsupported_sampling is `refuse`)",
             )
-        # The worker rejects by length: one extra token suffices.
-        token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])
         calls = [self._call(session) for _ in range(request.choices)]
         for call, _ in calls:
             self._send(
-                Asked(
-                    session.request,
-                    call,
-                    token_ids,
-                    request.max_tokens,
-                    request.api,
-                    request.caller,
-                    asked,
-                    tuple(stop for stop in request.stop if stop not in sampling.stop),
-                    request.stop_ids,
+                CallAsked(
+                    request=session.request,
+                    call=call,
+                    # The worker rejects by length: one extra token suffices.
+                    token_ids=prompt_ids[: self.context_tokens + 1],
+                    max_tokens=request.max_tokens,
+                    api=request.api,
+                    caller=request.caller,
+                    asked=asked,
+                    stop=tuple(stop for stop in request.stop if stop not in sampling.stop),
+                    stop_ids=request.stop_ids,
                 )
             )
         try:
@@ -178,13 +169,13 @@ class Sessions:
                 self._waiting.pop(call, None)
                 session.calls.discard(call)
 
-    def _call(self, session: Session) -> tuple[int, asyncio.Future[Answer]]:
+    def _call(self, session: Session) -> tuple[int, asyncio.Future[AnswerCall]]:
         call, self._next_call = self._next_call, self._next_call + 1
         session.calls.add(call)
         self._waiting[call] = asyncio.get_running_loop().create_future()
         return call, self._waiting[call]
 
-    def _begin(self, frame: Open) -> None:
+    def _begin(self, frame: OpenSession) -> None:
         name = session_name(frame.request, frame.start)
         self._end(frame.request)
         self._ended.pop(name, None)
@@ -194,7 +185,7 @@ class Sessions:
         self._open[name] = Session(
             request=frame.request, name=name, source=source, conversations=conversations
         )
-        self._send(Begun(frame.request))
+        self._send(Begun(request=frame.request))
         opening = self._opening.pop(name, None)
         if opening is not None:
             opening.set()
@@ -218,8 +209,8 @@ def ended() -> Refused:
     return Refused(410, "session_ended", "the session has ended")
 
 
-def prompt_of(session: Session, request: CallRequest, *, beside: bool = False) -> Prompt | None:
-    """Return the prompt, None for token ids; `beside`: in a thread. Raises Refused, TaskError."""
+def prompt_of(session: Session, request: CallRequest, *, in_thread: bool = False) -> Prompt | None:
+    """Return the prompt, None for token ids. Raises Refused, TaskError."""
     if not request.messages:
         return None
     if session.conversations is None:
@@ -228,17 +219,17 @@ def prompt_of(session: Session, request: CallRequest, *, beside: bool = False) -
             "no_chat_template",
             "the model has no chat template: POST /inference/v1/generate takes token ids",
         )
-    chat = session.source.chat_beside() if beside else None
+    chat = session.source.chat_in_thread() if in_thread else None
     return session.conversations.prompt(request.messages, request.tools, chat)
 
 
 def sampled_of(
-    session: Session, request: CallRequest, prompt: Prompt | None, answers: list[Answer]
+    session: Session, request: CallRequest, prompt: Prompt | None, answers: list[AnswerCall]
 ) -> list[Sampled]:
     """Return the choices, which later calls may extend."""
     sampled_answers: list[Sampled] = []
     for answer in answers:
-        ids = unpacked_ids(answer.token_ids)
+        ids = answer.token_ids
         sampled = Sampled(
             token_ids=ids,
             logprobs=answer.logprobs,

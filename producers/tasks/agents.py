@@ -25,7 +25,7 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.linux import die_with
 from dora_pipe.core.system.own_code import load_attribute
-from dora_pipe.producers.tasks.execution import call_beside
+from dora_pipe.producers.tasks.execution import call_in_thread
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.task import Reward, Row, Task
 
@@ -63,8 +63,12 @@ class FunctionAgent:
         if not callable(self.function):
             raise ConfigError(f"task.agent: `{reference}` is not a function")
         parameters = inspect.signature(self.function).parameters.values()
-        anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        named = {one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = {
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.POSITIONAL_ONLY
+        }
         self._names = GIVEN if anything else tuple(name for name in GIVEN if name in named)
         try:
             inspect.signature(self.function).bind(**dict.fromkeys(self._names))
@@ -80,7 +84,7 @@ class FunctionAgent:
 
     async def run(self, asked: AgentAsked) -> Any:
         given = {name: getattr(asked, name) for name in self._names}
-        return await call_beside(partial(self.function, **given))
+        return await call_in_thread(partial(self.function, **given))
 
 
 class CommandAgent:
@@ -188,7 +192,7 @@ def _result(path: Path) -> Any:
     if len(written) > RESULT_BYTES_MAX:
         raise NoAnswer(f"the result has more than {RESULT_BYTES_MAX} bytes")
     try:
-        found = msgspec.json.decode(written)
-        return msgspec.convert(found, Reward) if isinstance(found, dict) else found
+        result = msgspec.json.decode(written)
+        return msgspec.convert(result, Reward) if isinstance(result, dict) else result
     except msgspec.MsgspecError as error:
         raise NoAnswer(f"the result is not valid JSON: {error}") from None

@@ -24,40 +24,42 @@ AGENT_ANSWER_MAX: Final = 1 << 20
 
 
 def prompted(
-    request: str, said: object, tools: Sequence[Tool], shown: Sequence[Mapping[str, Any]] = ()
+    request: str, prompt: object, tools: Sequence[Tool], shown: Sequence[Mapping[str, Any]] = ()
 ) -> PromptReady:
     """Return a prompt of text or messages; `shown` replaces the schemas of `tools`. Raises
     NoAnswer."""
-    if isinstance(said, str):
+    if isinstance(prompt, str):
         if tools or shown:
             raise NoAnswer("the prompt of a row with tools is text, not messages")
-        return PromptReady(request=request, text=said, episode=False)
-    if not isinstance(said, Sequence):
-        raise NoAnswer(f"the prompt is {type(said).__name__}, neither text nor messages")
+        return PromptReady(request=request, text=prompt, episode=False)
+    if not isinstance(prompt, Sequence):
+        raise NoAnswer(f"the prompt is {type(prompt).__name__}, neither text nor messages")
     return PromptReady(
         request=request,
         text="",
         episode=False,
-        messages=normal(said, "prompt"),
+        messages=normal(prompt, "prompt"),
         tools=tuple(map(dict, shown)) or tuple(map(tool_schema, tools)),
     )
 
 
-def observed(request: str, seen: object) -> EnvObserved:
+def observed(request: str, observation: object) -> EnvObserved:
     """Return a validated observation. Raises NoAnswer."""
-    if not isinstance(seen, Observation):
-        raise NoAnswer(f"the environment gave {type(seen).__name__}, not an Observation")
+    if not isinstance(observation, Observation):
+        raise NoAnswer(f"the environment gave {type(observation).__name__}, not an Observation")
     for name in ("text", "tool"):
-        if not isinstance(getattr(seen, name), str):
-            raise NoAnswer(f"the observation's {name} is {type(getattr(seen, name)).__name__}")
+        if not isinstance(getattr(observation, name), str):
+            raise NoAnswer(
+                f"the observation's {name} is {type(getattr(observation, name)).__name__}"
+            )
     return EnvObserved(
         request=request,
-        text=seen.text,
-        done=_truth("done", seen.done),
-        tool=seen.tool,
-        ok=_truth("ok", seen.ok),
-        error=str(seen.error),
-        messages=normal(seen.messages, "messages") if seen.messages else (),
+        text=observation.text,
+        done=_truth("done", observation.done),
+        tool=observation.tool,
+        ok=_truth("ok", observation.ok),
+        error=str(observation.error),
+        messages=normal(observation.messages, "messages") if observation.messages else (),
     )
 
 
@@ -68,11 +70,11 @@ def _truth(name: str, value: object) -> bool:
     return bool(value)
 
 
-def scored(request: str, found: float | Reward | None) -> Rewarded:
+def scored(request: str, given: float | Reward | None) -> Rewarded:
     """Return a reward within `REWARD_MAX` whose numbers are all finite. Raises NoAnswer."""
-    if found is None:
+    if given is None:
         raise NoAnswer("the only reward abstained (None)")
-    reward = found if isinstance(found, Reward) else Reward(value=found)
+    reward = given if isinstance(given, Reward) else Reward(value=given)
     value = finite("the reward", reward.value)
     if abs(value) > REWARD_MAX:
         raise NoAnswer(f"the reward is {value:g}, beyond {REWARD_MAX:g}")
@@ -82,13 +84,13 @@ def scored(request: str, found: float | Reward | None) -> Rewarded:
     return Rewarded(request=request, reward=value, raw=raw, parts=parts, answer=answer)
 
 
-def agent_ended(request: str, found: object) -> AgentEnded:
+def agent_ended(request: str, result: object) -> AgentEnded:
     """Return the result of an agent. Raises NoAnswer."""
-    if found is None or isinstance(found, str):
-        if found and len(found) > AGENT_ANSWER_MAX:
+    if result is None or isinstance(result, str):
+        if result and len(result) > AGENT_ANSWER_MAX:
             raise NoAnswer(f"the agent's answer has more than {AGENT_ANSWER_MAX} characters")
-        return AgentEnded(request=request, text=found)
-    return AgentEnded(request=request, rewarded=scored(request, found))  # type: ignore[arg-type]
+        return AgentEnded(request=request, text=result)
+    return AgentEnded(request=request, rewarded=scored(request, result))  # type: ignore[arg-type]
 
 
 def answer_text(answer: str) -> str:
@@ -102,16 +104,16 @@ def answer_text(answer: str) -> str:
     return f"{line[: ANSWER_CHARACTERS_MAX - len(end)]}{end}"
 
 
-def scored_together(request: str, found: object, count: int) -> GroupRewarded:
+def scored_together(request: str, given: object, count: int) -> GroupRewarded:
     """Return one reward per completion. Raises NoAnswer."""
     try:
-        rewards = [scored(request, one) for one in in_order("score_group", found, count)]
+        rewards = [scored(request, reward) for reward in in_order("score_group", given, count)]
     except (TypeError, ValueError) as error:
         raise NoAnswer(str(error)) from None
     return GroupRewarded(
         request=request,
-        rewards=tuple(one.reward for one in rewards),
-        parts=tuple(one.parts for one in rewards),
+        rewards=tuple(reward.reward for reward in rewards),
+        parts=tuple(reward.parts for reward in rewards),
     )
 
 

@@ -77,11 +77,11 @@ class Arithmetic(Task):
     def answer(self, row: Row, chance: random.Random) -> str:
         """Return a demonstration; a share `noise` of its sums is wrong and carried on."""
         words, total = [], row["start"]
-        for left in range(row["count"], 0, -1):
+        for number in range(row["count"], 0, -1):
             total = (total + row["step"]) % MODULUS
             if chance.random() < self._noise:
                 total = chance.randrange(MODULUS)
-            words += [f"c{left}", str(total)]
+            words += [f"c{number}", str(total)]
         return " ".join([*words, "=", str(total)])
 
     def _row(self, chance: random.Random) -> Row:

@@ -52,7 +52,7 @@ WORDS: tuple[str, ...] = (
     "result",
     "answer",
     "error",
-    *(f"n{place}" for place in range(1, NUMBERS_MAX + 1)),
+    *(f"n{number}" for number in range(1, NUMBERS_MAX + 1)),
     *(str(number) for number in range(MODULUS)),
     TOOL,
 )
@@ -87,8 +87,8 @@ def calculator(a: int, b: int) -> int:
 
 def read_turn(text: str) -> Turn:
     """Parse a turn (`task.tool_parser`)."""
-    said, *calls = _WRITTEN_CALL.split(text)
-    return Turn(text=said.strip(), tool_calls=tuple(map(_read_call, calls)))
+    text_before, *calls = _WRITTEN_CALL.split(text)
+    return Turn(text=text_before.strip(), tool_calls=tuple(map(_read_call, calls)))
 
 
 def _read_call(written: str) -> ToolCall:
@@ -105,7 +105,7 @@ class Calculator(Environment):
     def reset(self, row: Row) -> str:
         numbers = row["numbers"]
         self._left = len(numbers) + SPARE_TURNS
-        named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+        named = (f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
         return f"{' '.join(named)} |"
 
     def step(self, text: str) -> Observation:
@@ -176,8 +176,8 @@ class CalculatorTask(Task):
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
         """Return 1 if the last turn answers with the sum of all numbers, else 0."""
-        found = _ANSWER.search(text.strip())
-        return float(found is not None and int(found[1]) == sum(row["numbers"]) % MODULUS)
+        match = _ANSWER.search(text.strip())
+        return float(match is not None and int(match[1]) == sum(row["numbers"]) % MODULUS)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
         """Return pairs, one per turn, or conversations with tools."""
@@ -191,17 +191,21 @@ class CalculatorTask(Task):
 
     def conversation(self, row: Row, chance: random.Random) -> Row:
         """Return a demonstrated episode for `sft`."""
-        total, *others = row["numbers"]
+        total, *rest = row["numbers"]
         messages = [*self.prompt(row)]
-        for at, number in enumerate(others):
+        for index, number in enumerate(rest):
             if chance.random() < self._noise:
                 number = chance.randint(0, self._largest)
             named = {"name": TOOL, "arguments": {"a": total, "b": number}}
-            call = {"type": "function", "id": f"call{at:05}", "function": named}
-            said = {"role": "assistant", "content": f"n{len(others) - at}", "tool_calls": [call]}
+            call = {"type": "function", "id": f"call{index:05}", "function": named}
+            message = {
+                "role": "assistant",
+                "content": f"n{len(rest) - index}",
+                "tool_calls": [call],
+            }
             total = calculator(total, number)
             result = {"role": "tool", "name": TOOL, "tool_call_id": call["id"]}
-            messages += [said, {**result, "content": str(total)}]
+            messages += [message, {**result, "content": str(total)}]
         messages.append({"role": "assistant", "content": f"answer {total}"})
         return {"messages": messages, "tools": [tool_schema(calculator)]}
 
@@ -209,15 +213,15 @@ class CalculatorTask(Task):
         """Return (everything before, turn) pairs of a demonstrated episode."""
         world = Calculator()
         context, pairs = world.reset(row), []
-        total, *others = row["numbers"]
-        for at, number in enumerate(others):
+        total, *rest = row["numbers"]
+        for index, number in enumerate(rest):
             if chance.random() < self._noise:
                 number = chance.randint(0, self._largest)
-            turn = f"n{len(others) - at} call {total} + {number}"
+            turn = f"n{len(rest) - index} call {total} + {number}"
             pairs.append((context, turn))
-            said = world.step(turn).text
-            total = int(said.split()[-1])
-            context = f"{context} {turn} {self._end} {said}"
+            answer = world.step(turn).text
+            total = int(answer.split()[-1])
+            context = f"{context} {turn} {self._end} {answer}"
         return [*pairs, (context, f"answer {total}")]
 
     def _row(self, chance: random.Random) -> Row:

@@ -194,7 +194,7 @@ TaskCall = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall
 Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 TaskEvent = Answered | EpisodeLost
 
-CallState = Literal["sent", "waiting", "main", "beside"]
+CallState = Literal["sent", "waiting", "main", "running"]
 """State of a call in its process: not begun, waiting for a thread or a pause, in the main thread,
 in another thread or the event loop."""
 

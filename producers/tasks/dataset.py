@@ -149,16 +149,16 @@ class DatasetTask(Task):
                 load_function("task.tools", name, TaskError) for name in self._tool_names
             )
         functions = (*self._tools, *(self._mcp.tools() if self._mcp else ()))
-        wanted = [_name_of(schema) for schema in self.shown_tools(row)]
-        if not functions or not wanted:
+        names = [_name_of(schema) for schema in self.shown_tools(row)]
+        if not functions or not names:
             return functions
         by_name = {tool_name(tool): tool for tool in functions}
-        if unknown := next((name for name in wanted if name not in by_name), ""):
+        if unknown := next((name for name in names if name not in by_name), ""):
             raise TaskError(
                 f"the row's tool `{unknown}` has no function; known: {', '.join(by_name)}",
                 hint='task.columns = {tools = ""} leaves the column out',
             )
-        return tuple(by_name[name] for name in wanted)
+        return tuple(by_name[name] for name in names)
 
     def shown_tools(self, row: Row) -> Sequence[Mapping[str, Any]]:
         """Return the row's tools. Raises TaskError."""
@@ -195,12 +195,12 @@ class DatasetTask(Task):
         TaskError if a row has no answer."""
         rows = self.rows("train")
         chance = random.Random(derive_seed("dataset", "demonstrations", seed))
-        places = list(_drawn(chance, len(rows), count))
-        if not places:
+        indices = list(_drawn(chance, len(rows), count))
+        if not indices:
             raise TaskError(f"{self._where}: has no rows")
-        if isinstance(self.prompt(rows[places[0]]), str):
-            return [self._pair(place, rows[place]) for place in places]
-        return [self._conversation(place, rows[place]) for place in places]
+        if isinstance(self.prompt(rows[indices[0]]), str):
+            return [self._pair(index, rows[index]) for index in indices]
+        return [self._conversation(index, rows[index]) for index in indices]
 
     def reward_sources(self) -> Sequence[Any]:
         servers = (f"{name} {version}" for name, version in self.packages().items())
@@ -234,28 +234,28 @@ class DatasetTask(Task):
             return row  # calls alone have no text
         return {**row, ANSWER: text}
 
-    def _pair(self, place: int, row: Row) -> tuple[str, str]:
+    def _pair(self, index: int, row: Row) -> tuple[str, str]:
         prompt, answer = self.prompt(row), row.get(ANSWER)
         if isinstance(prompt, str) and isinstance(answer, str):
             return prompt, answer
         column = ANSWER if isinstance(prompt, str) else PROMPT
-        raise self._no_demonstration(place, column)
+        raise self._no_demonstration(index, column)
 
-    def _conversation(self, place: int, row: Row) -> Row:
-        asked, said = self._parts(row)
-        if said is None and isinstance(answer := row.get(ANSWER), str):
-            said = {"role": "assistant", "content": answer}
-        if said is None:
-            raise self._no_demonstration(place, ANSWER)
+    def _conversation(self, index: int, row: Row) -> Row:
+        asked, answer_message = self._parts(row)
+        if answer_message is None and isinstance(answer := row.get(ANSWER), str):
+            answer_message = {"role": "assistant", "content": answer}
+        if answer_message is None:
+            raise self._no_demonstration(index, ANSWER)
         if isinstance(asked, str):
-            raise self._no_demonstration(place, PROMPT, "messages")
+            raise self._no_demonstration(index, PROMPT, "messages")
         shown = self.shown_tools(row) or self.tools(row)
         tools = {"tools": shown} if shown else {}
-        return {"messages": [*asked, said], **tools}
+        return {"messages": [*asked, answer_message], **tools}
 
-    def _no_demonstration(self, place: int, column: str, what: str = "text") -> TaskError:
+    def _no_demonstration(self, index: int, column: str, what: str = "text") -> TaskError:
         return TaskError(
-            f"{self._where}: row {place} has no {what} in `{column}`, so it is not a demonstration"
+            f"{self._where}: row {index} has no {what} in `{column}`, so it is not a demonstration"
         )
 
 
@@ -264,12 +264,12 @@ def _name_of(schema: Mapping[str, Any]) -> str:
 
 
 def _sources(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(one for one in ([given] if isinstance(given, str) else given) if one)
+    return tuple(source for source in ([given] if isinstance(given, str) else given) if source)
 
 
 def _drawn(chance: random.Random, rows: int, count: int) -> Iterator[int]:
     """Yield `count` indices; each row once before any repeats."""
-    left = count if rows else 0
-    while left > 0:
-        yield from chance.sample(range(rows), rows)[:left]
-        left -= rows
+    remaining = count if rows else 0
+    while remaining > 0:
+        yield from chance.sample(range(rows), rows)[:remaining]
+        remaining -= rows

@@ -161,21 +161,21 @@ class Threads:
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
-    async def call(self, run: Callable[[], Any], place: Place) -> Any:
+    async def call(self, run: Callable[[], Any], context: CallContext) -> Any:
         """Return the result of `run`, called in a thread when one is free."""
         loop = asyncio.get_running_loop()
         self._home = self._home or loop
         if loop is not self._home:  # a loop of users' code, in a thread that already counts
-            return await self._call(run, place)
+            return await self._call(run, context)
         if self._room.locked():
-            place.report("waiting")
+            context.report("waiting")
         async with self._room:
-            return await self._call(run, place)
+            return await self._call(run, context)
 
-    async def _call(self, run: Callable[[], Any], place: Place) -> Any:
+    async def _call(self, run: Callable[[], Any], context: CallContext) -> Any:
         thread = self._idle.pop() if self._idle else _Thread()
         try:
-            result = await thread.call(run, partial(place.report, "beside"))
+            result = await thread.call(run, partial(context.report, "running"))
         except asyncio.CancelledError:
             thread.stop()
             self._given_up.add(thread.thread)
@@ -188,11 +188,11 @@ class Threads:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Place:
-    """Where the functions of a call run, and how far it is."""
+class CallContext:
+    """Threads of a call's functions, and its state."""
 
     threads: Threads
-    beside: bool = False
+    threaded: bool = False
     """Run functions in threads, not in the main thread."""
     tell: Callable[[CallState], None] = field(default=lambda state: None)
     """Called with each new state."""
@@ -204,38 +204,38 @@ class Place:
             self.tell(state)
 
 
-ELSEWHERE: Final = Place(threads=Threads(THREADS_ELSEWHERE))
+ELSEWHERE: Final = CallContext(threads=Threads(THREADS_ELSEWHERE))
 
-PLACE: Final[ContextVar[Place]] = ContextVar("place")
+CONTEXT: Final[ContextVar[CallContext]] = ContextVar("context")
 
 MAIN: Final = MainThread()
 """Main thread of a task process."""
 
 
 async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the awaited result of a user's function, called where `PLACE` says."""
-    return await _called(function, arguments, beside=False)
-
-
-async def call_beside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Same as `call_user_code`, in a thread."""
-    return await _called(function, arguments, beside=True)
-
-
-async def _called(function: Callable[..., Any], arguments: tuple[Any, ...], *, beside: bool) -> Any:
-    place = PLACE.get(ELSEWHERE)
+    """Return the awaited result of a user's function, called where `CONTEXT` says."""
+    context = CONTEXT.get(ELSEWHERE)
+    if context.threaded or inspect.iscoroutinefunction(function):
+        return await call_in_thread(function, *arguments)
+    if not MAIN.serves or threading.current_thread() is threading.main_thread():
+        return await _awaited(context, function(*arguments))
+    if MAIN.waiting and context.state != "sent":
+        context.report("waiting")
     run = partial(copy_context().run, function, *arguments)
+    return await _awaited(context, await MAIN.call(run, partial(context.report, "main")))
+
+
+async def call_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Same as `call_user_code`, in a thread unless the function is `async`."""
+    context = CONTEXT.get(ELSEWHERE)
     if inspect.iscoroutinefunction(function):
-        result = function(*arguments)
-    elif beside or place.beside:
-        result = await place.threads.call(run, place)
-    elif MAIN.serves and threading.current_thread() is not threading.main_thread():
-        if MAIN.waiting and place.state != "sent":
-            place.report("waiting")
-        result = await MAIN.call(run, partial(place.report, "main"))
-    else:
-        result = function(*arguments)
+        return await _awaited(context, function(*arguments))
+    run = partial(copy_context().run, function, *arguments)
+    return await _awaited(context, await context.threads.call(run, context))
+
+
+async def _awaited(context: CallContext, result: Any) -> Any:
     if not inspect.isawaitable(result):
         return result
-    place.report("beside")
+    context.report("running")
     return await result

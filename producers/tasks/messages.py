@@ -34,7 +34,7 @@ def normal(messages: Any, where: str = "messages") -> tuple[dict[str, Any], ...]
         raise NoAnswer(f"{where} is {type(messages).__name__}, not a list of messages")
     if not messages:
         raise NoAnswer(f"{where} is empty")
-    return tuple(_message(one, f"{where}[{at}]") for at, one in enumerate(messages))
+    return tuple(_message(message, f"{where}[{index}]") for index, message in enumerate(messages))
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
             raise NoAnswer(f"{where}.tool_calls is {type(calls).__name__}, not a list")
         plain["tool_calls"] = [
-            _call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(calls)
+            _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
     return plain
 
@@ -68,11 +68,11 @@ def _text(content: Any, where: str) -> str:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise NoAnswer(f"{where} is {type(content).__name__}, neither text nor parts of text")
     texts = []
-    for at, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
-            raise NoAnswer(f"{where}[{at}] is a part of type `{kind}`; only text is supported")
+            raise NoAnswer(f"{where}[{index}] is a part of type `{kind}`; only text is supported")
         texts.append(text)
     return "".join(texts)
 
@@ -123,12 +123,12 @@ def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
             raise NoAnswer(f"tools: {error}") from None
     if isinstance(tools, Mapping) or not isinstance(tools or (), Sequence):
         raise NoAnswer(f"tools is {type(tools).__name__}, no list of functions or their schemas")
-    found = [tool_schema(tool) if callable(tool) else tool for tool in tools or ()]
-    for at, schema in enumerate(found):
+    schemas = [tool_schema(tool) if callable(tool) else tool for tool in tools or ()]
+    for index, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise NoAnswer(f"tools[{at}] is no function and no schema with a name")
-    return tuple(dict(schema) for schema in found)
+            raise NoAnswer(f"tools[{index}] is no function and no schema with a name")
+    return tuple(dict(schema) for schema in schemas)
 
 
 def tool_name(function: Tool) -> str:
@@ -145,18 +145,18 @@ def tool_schema(function: Tool) -> dict[str, Any]:
     """Return a tool's schema in OpenAI's format, from signature and docstring. Raises NoAnswer if a
     parameter has no JSON type."""
     if isinstance(function, DescribedTool):
-        said = {"name": function.name, "description": function.about}
-        return {"type": "function", "function": {**said, "parameters": dict(function.parameters)}}
+        head = {"name": function.name, "description": function.about}
+        return {"type": "function", "function": {**head, "parameters": dict(function.parameters)}}
     about, of_parameters = described(inspect.getdoc(function) or "")
     form = arguments_of(function)
     schemas, components = msgspec.json.schema_components([form])
-    whole = _inlined(schemas[0], components, ())
-    properties = whole.get("properties", {})
+    full = _inlined(schemas[0], components, ())
+    properties = full.get("properties", {})
     for name, schema in properties.items():
         schema.pop("default", None)
         if name in of_parameters:
             schema["description"] = of_parameters[name]
-    parameters = {"type": "object", "properties": properties, "required": whole.get("required", [])}
+    parameters = {"type": "object", "properties": properties, "required": full.get("required", [])}
     function_schema = {"name": tool_name(function), "description": about, "parameters": parameters}
     return {"type": "function", "function": function_schema}
 
@@ -190,7 +190,7 @@ def arguments_of(function: Tool) -> type[msgspec.Struct]:
 def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]) -> Any:
     """Replace references by their targets, for readability."""
     if isinstance(schema, list):
-        return [_inlined(one, components, within) for one in schema]
+        return [_inlined(inner, components, within) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -199,15 +199,15 @@ def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]
             raise NoAnswer(f"`{name}` is recursive, which tool parameters do not support")
         return _inlined(components[name], components, (*within, name))
     plain = {
-        key: _inlined(one, components, within)
-        for key, one in schema.items()
-        if key != "title" or not isinstance(one, str)
+        key: _inlined(inner, components, within)
+        for key, inner in schema.items()
+        if key != "title" or not isinstance(inner, str)
     }
     match plain:
         case {"enum": [*values]} if all(isinstance(value, str) for value in values):
             return {"type": "string", **plain}
-        case {"anyOf": [dict(one), {"type": "null"}]}:
-            return {**one, "nullable": True}  # the form of transformers' templates
+        case {"anyOf": [dict(inner), {"type": "null"}]}:
+            return {**inner, "nullable": True}  # the form of transformers' templates
         case _:
             return plain
 
@@ -226,11 +226,11 @@ def described(doc: str) -> tuple[str, dict[str, str]]:
     """
     of_parameters: dict[str, str] = {}
     sections = list(_SECTION.finditer(doc))
-    for at, section in enumerate(sections):
+    for index, section in enumerate(sections):
         if not section[1].lower().startswith(("arg", "param")):
             continue
-        body = doc[section.end() : sections[at + 1].start() if sections[at + 1 :] else None]
-        for found in _ENTRY.finditer(inspect.cleandoc("\n" + body)):
-            of_parameters[found[1]] = " ".join(found[2].split())
+        body = doc[section.end() : sections[index + 1].start() if sections[index + 1 :] else None]
+        for entry in _ENTRY.finditer(inspect.cleandoc("\n" + body)):
+            of_parameters[entry[1]] = " ".join(entry[2].split())
     about = doc[: sections[0].start() if sections else None]
     return "\n".join(line.rstrip() for line in about.strip().splitlines()), of_parameters

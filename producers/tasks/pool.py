@@ -348,17 +348,17 @@ class TaskPool:
     def _went_wrong(self, child: Child, what: str, now_ns: int) -> None:
         """Retire the process, or pause its location, after `BAD_MAX` failures in a row outside the
         task's code."""
-        place, child.bad = child.link.url, child.bad + 1
-        everywhere = self._places.bad(place) >= BAD_MAX
+        location, child.bad = child.link.url, child.bad + 1
+        everywhere = self._places.bad(location) >= BAD_MAX
         if child.suspended or not (everywhere or child.bad >= BAD_MAX):
             return
         child.suspended = True
         why = one_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
-        self._places.failed(place, now_ns, why)
+        self._places.failed(location, now_ns, why)
         for other in [other for other in self._children if not other.exhausted]:
-            if other is child or (everywhere and other.link.url == place):
+            if other is child or (everywhere and other.link.url == location):
                 other.suspended = True
-                self._retire(other, f"{place} {why}".strip(), now_ns)
+                self._retire(other, f"{location} {why}".strip(), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
@@ -424,8 +424,8 @@ class TaskPool:
             self._places.failed(child.link.url, now_ns, message)
         suspects = list(child.begun.values())
         if blame and not child.link.url and not from_outside:
-            others = any(call.threaded for call in suspects if call is not child.main)
-            if child.main is not None and not others:
+            has_others = any(call.threaded for call in suspects if call is not child.main)
+            if child.main is not None and not has_others:
                 self._blame(child.main, "ProcessDied", message)
                 child.main.forgotten = True
         for call in suspects:

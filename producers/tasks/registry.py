@@ -76,7 +76,7 @@ def open_task(config: model.Task) -> Task:
         raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, not a Task")
     if isinstance(task, DatasetTask):
         task.played = config.has_agent
-    if any(one.group for one in config.rewards) and not task.scores_groups():
+    if any(use.group for use in config.rewards) and not task.scores_groups():
         raise ConfigError(
             f"task.reward: `{config.kind}` does not support group rewards",
             hint="implement score_group and scores_groups in the task",
@@ -91,15 +91,15 @@ def _factory(kind: str) -> Task | Callable[..., Any]:
     if package in ADAPTERS:
         return _adapter(package, name)
     if not colon:
+        kinds = (*BUILT_IN, *(f"{prefix}:NAME" for prefix in ADAPTERS))
         raise ConfigError(
             f"task.kind: unknown task `{kind}`",
             hint=nearest(kind, BUILT_IN)
-            or f"one of {', '.join(BUILT_IN)}, {', '.join(f'{one}:NAME' for one in ADAPTERS)}, or "
-            "module:attribute of your own",
+            or f"one of {', '.join(kinds)}, or module:attribute of your own",
         )
-    found = load_attribute("task.kind", kind, TaskError)
-    if isinstance(found, Task) or callable(found):
-        return found  # type: ignore[no-any-return]
+    factory = load_attribute("task.kind", kind, TaskError)
+    if isinstance(factory, Task) or callable(factory):
+        return factory  # type: ignore[no-any-return]
     raise TaskError(f"task.kind: `{kind}` is neither a Task nor a factory of one")
 
 
@@ -113,8 +113,8 @@ def _adapter(package: str, name: str) -> Callable[..., Any]:
     if not name:
         raise ConfigError(f"task.kind: `{package}:` needs a name after the colon")
     module, _, kind = ADAPTERS[package].partition(":")
-    found = getattr(importlib.import_module(f"dora_pipe.producers.adapters.{module}"), kind)
-    return functools.partial(found, name)
+    task_class = getattr(importlib.import_module(f"dora_pipe.producers.adapters.{module}"), kind)
+    return functools.partial(task_class, name)
 
 
 def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
@@ -124,7 +124,7 @@ def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
         takes = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return True  # no signature: the call will fail if needed
-    anything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     return anything or "reward" in takes
 
 
@@ -159,11 +159,11 @@ def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
     if isinstance(rows, DataRows):
         return rows.digest, len(rows)
     digest = hashlib.sha256()
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             digest.update(canonical(row))
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
-            raise TaskError(f"row {place} of `{split}` is not plain JSON: {error}") from error
+            raise TaskError(f"row {index} of `{split}` is not plain JSON: {error}") from error
         digest.update(b"\n")
     return digest.hexdigest(), len(rows)
 
@@ -190,7 +190,7 @@ def reward_digest(task: Task, *more: Any) -> str:
 
 def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
     """Return the combined digest of a run's tasks."""
-    digests = list(dict.fromkeys(one.reward_digest for one in facts))
+    digests = list(dict.fromkeys(task_facts.reward_digest for task_facts in facts))
     if len(digests) == 1 or "" in digests:
         return "" if "" in digests else digests[0]
     return sha256_hex("\n".join(digests).encode())
@@ -198,7 +198,9 @@ def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
 
 def packages_of(facts: Iterable[TaskFacts]) -> dict[str, str]:
     """Return the packages of a run's tasks, sorted."""
-    return dict(sorted(one for facts_of_task in facts for one in facts_of_task.packages.items()))
+    return dict(
+        sorted(package for facts_of_task in facts for package in facts_of_task.packages.items())
+    )
 
 
 def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
@@ -219,16 +221,16 @@ def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> Non
         what = "data set" if source.startswith("train") else "evaluation data"
         if "/" in source:
             what = f"{what} of {source.partition('/')[2]}"
-        mine, wanted = facts.data(source), run.data(source)
-        if wanted is None or mine.digest != wanted.digest:
-            digest = "none" if wanted is None else wanted.digest
+        mine, logged = facts.data(source), run.data(source)
+        if logged is None or mine.digest != logged.digest:
+            digest = "none" if logged is None else logged.digest
             raise TaskError(
                 f"the {what} differs here ({mine.digest[:12]}) than the run's ({digest[:12]})",
                 hint="give every worker the files that the run started with",
             )
-        if mine.rows != wanted.rows:
+        if mine.rows != logged.rows:
             raise InvariantBroken(
                 f"`run started` of {run.run} was changed: the {what} with its digest has "
-                f"{mine.rows} rows, logged are {wanted.rows}",
+                f"{mine.rows} rows, logged are {logged.rows}",
                 hint="`dora-pipe audit` says what else does not hold",
             )

@@ -56,9 +56,9 @@ from dora_pipe.producers.tasks.calls import (
     pack,
 )
 from dora_pipe.producers.tasks.execution import (
-    PLACE,
+    CONTEXT,
     THREADS_ELSEWHERE,
-    Place,
+    CallContext,
     Threads,
     call_user_code,
 )
@@ -164,10 +164,10 @@ class TaskServer:
             await asyncio.wait(self._closing, timeout=CLOSE_S)
 
     async def _answer(self, call: Call) -> None:
-        place = self._place(call)
-        PLACE.set(place)
+        context = self._context_of(call)
+        CONTEXT.set(context)
         try:
-            answer = pack(CallAnswer(call.number, await self._tried(call, place)))
+            answer = pack(CallAnswer(call.number, await self._tried(call, context)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if not self._closed:
                 self._show(error)
@@ -194,17 +194,19 @@ class TaskServer:
             return EpisodeLost(request=request, message=one_line(f"Retry: {message}"))
         return TaskFailed(request=request, error=error, message=message)
 
-    def _place(self, call: Call) -> Place:
+    def _context_of(self, call: Call) -> CallContext:
         """Functions of episodes run concurrently, others serially."""
         match call.call:
             case PromptCall():
-                beside = self._episodic and self._config.threads > 1
+                threaded = self._episodic and self._config.threads > 1
             case EnvStep():
-                beside = self._config.threads > 1 and not _awaits(self._world(call.episode))
+                threaded = self._config.threads > 1 and not _awaits(self._world(call.episode))
             case _:
-                beside = isinstance(call.call, AgentCall)
+                threaded = isinstance(call.call, AgentCall)
         threads = self._agent_threads if isinstance(call.call, AgentCall) else self._threads
-        return Place(threads=threads, beside=beside, tell=partial(self._tell, call.number))
+        return CallContext(
+            threads=threads, threaded=threaded, tell=partial(self._tell, call.number)
+        )
 
     def _tell(self, number: int, state: CallState) -> None:
         self._write(pack(Progress(number, state)))
@@ -213,7 +215,7 @@ class TaskServer:
         assert episode is not None
         return self._episodes[episode]
 
-    async def _tried(self, call: Call, place: Place) -> Answered:
+    async def _tried(self, call: Call, context: CallContext) -> Answered:
         for tries in itertools.count():
             try:
                 return await self._event(call)
@@ -223,7 +225,7 @@ class TaskServer:
                 sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
             seed = derive_seed("retry", call.call.request, call.number, tries)
             share = random.Random(seed).uniform(0.5, 1.0)
-            place.report("waiting")
+            context.report("waiting")
             await asyncio.sleep(min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * share)
         raise AssertionError
 
@@ -278,7 +280,7 @@ class TaskServer:
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
-        completions = [await self._completion(row, said) for said in call.completions]
+        completions = [await self._completion(row, finished) for finished in call.completions]
         rewards = await call_user_code(self._task.score_group, row, completions)
         return scored_together(call.request, rewards, len(completions))
 
@@ -286,23 +288,25 @@ class TaskServer:
         if self._agent is None:
             raise NoAnswer("the task has no agent")
         row = self._row(call.split, call.index)
-        PLACE.get().report("beside")  # commands run outside of `call_user_code`
+        CONTEXT.get().report("running")  # commands run outside of `call_user_code`
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         return agent_ended(call.request, await self._agent.run(asked))
 
-    async def _completion(self, row: Row, said: Said) -> Completion:
+    async def _completion(self, row: Row, finished: Said) -> Completion:
         """Single turns include the conversation."""
-        turn = said.turn
+        turn = finished.turn
         messages: tuple[dict[str, Any], ...] = ()
-        if turn is not None and len(said.turns) <= 1:
+        if turn is not None and len(finished.turns) <= 1:
             prompt = await call_user_code(self._task.prompt, row)
             if not isinstance(prompt, str):
                 messages = (*normal(prompt, "prompt"), turn.message())
         reasoning = "" if turn is None else turn.reasoning
-        return Completion(text=said.text, turns=said.turns, messages=messages, reasoning=reasoning)
+        return Completion(
+            text=finished.text, turns=finished.turns, messages=messages, reasoning=reasoning
+        )
 
     async def _close(self, world: Environment, calls: Sequence[asyncio.Task[None]]) -> None:
-        PLACE.set(Place(threads=self._threads, beside=self._config.threads > 1))
+        CONTEXT.set(CallContext(threads=self._threads, threaded=self._config.threads > 1))
         try:
             if calls:
                 await asyncio.wait(calls)

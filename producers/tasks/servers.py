@@ -88,33 +88,33 @@ class Places:
             FailingServer(
                 task=self._task,
                 url=url,
-                failures=one.failures,
-                tries=one.tries,
-                since_ns=one.since_ns,
-                suspended=not one.allows(now_ns),
-                reason=one.why[:REASON_CHARACTERS_MAX],
+                failures=breaker.failures,
+                tries=breaker.tries,
+                since_ns=breaker.since_ns,
+                suspended=not breaker.allows(now_ns),
+                reason=breaker.why[:REASON_CHARACTERS_MAX],
             )
-            for url, one in self._breakers.items()
-            if not one.proven
+            for url, breaker in self._breakers.items()
+            if not breaker.proven
         ]
 
     def choose(self, used: Iterable[str], now_ns: int) -> str | None:
         """Return the usable location with the fewest processes."""
-        at = Counter(used)
+        processes = Counter(used)
         may = [
             url
             for url, breaker in self._breakers.items()
-            if breaker.allows(now_ns) and (breaker.proven or not at[url])
+            if breaker.allows(now_ns) and (breaker.proven or not processes[url])
         ]
-        found = min(may, key=lambda url: at[url], default=None)
-        if found is not None:
-            self._breakers[found].tries += 1
-        return found
+        chosen = min(may, key=lambda url: processes[url], default=None)
+        if chosen is not None:
+            self._breakers[chosen].tries += 1
+        return chosen
 
     def failed(self, url: str, now_ns: int, why: str) -> None:
         pause_s = self._breakers[url].failed(now_ns, why, wall_ns=self._wall_ns())
-        place = url or f"task {self._task}".strip()
-        LOG.warning("task: %s paused for %g s: %s", place, pause_s, why)
+        location = url or f"task {self._task}".strip()
+        LOG.warning("task: %s paused for %g s: %s", location, pause_s, why)
 
     def bad(self, url: str) -> int:
         """Return the number of consecutive failures."""

@@ -109,23 +109,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message."""
-        content = "\n".join([self.text, *(one.raw for one in self.tool_calls if one.error)]).strip(
-            "\n"
-        )
-        said: dict[str, Any] = {"role": "assistant", "content": content}
+        invalid = [call.raw for call in self.tool_calls if call.error]
+        content = "\n".join([self.text, *invalid]).strip("\n")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.reasoning:
-            said["reasoning_content"] = self.reasoning
-        calls = [one for one in self.tool_calls if not one.error]
+            message["reasoning_content"] = self.reasoning
+        calls = [call for call in self.tool_calls if not call.error]
         if calls:
-            said["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "type": "function",
-                    "id": one.id,
-                    "function": {"name": one.name, "arguments": one.arguments},
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for one in calls
+                for call in calls
             ]
-        return said
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

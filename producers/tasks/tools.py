@@ -14,7 +14,7 @@ import msgspec
 
 from dora_pipe.core.system.own_code import nearest, traceback_of, with_place
 from dora_pipe.producers.tasks.calls import one_line
-from dora_pipe.producers.tasks.execution import call_beside
+from dora_pipe.producers.tasks.execution import call_in_thread
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.task import (
     DescribedTool,
@@ -43,7 +43,7 @@ TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ToolResult:
     """Result of a call as shown to the model."""
 
     text: str
@@ -56,7 +56,7 @@ class ToolEnvironment(Environment):
     def __init__(self, task: Task, functions: Sequence[Tool]) -> None:
         self._task = task
         self._functions = functions
-        self._known: dict[int, Told] = {}
+        self._results: dict[int, ToolResult] = {}
 
     def reset(self, row: Row) -> Prompt:
         return self._task.prompt(row)
@@ -70,91 +70,95 @@ class ToolEnvironment(Environment):
                 function.close()
 
     async def _call(self, turn: Turn) -> Observation:
-        seen = await call_tools(self._functions, turn, self._known)
-        self._known.clear()
-        return seen
+        observation = await call_tools(self._functions, turn, self._results)
+        self._results.clear()
+        return observation
 
 
 async def call_tools(
-    functions: Sequence[Tool], turn: Turn, known: dict[int, Told] | None = None
+    functions: Sequence[Tool], turn: Turn, results: dict[int, ToolResult] | None = None
 ) -> Observation:
     """Run the calls of a turn concurrently and return tool messages in order.
 
-    Results in `known`, by position, are not repeated. Raises Retry after all calls have ended.
+    Results in `results`, by position, are not repeated. Raises Retry after all calls have ended.
     """
-    known = {} if known is None else known
+    results = {} if results is None else results
     by_name = {tool_name(function): function for function in functions}
-    left = {
-        at: asyncio.create_task(_made(by_name, call))
-        for at, call in enumerate(turn.tool_calls[:CALLS_MAX])
-        if at not in known
+    tasks = {
+        index: asyncio.create_task(_called(by_name, call))
+        for index, call in enumerate(turn.tool_calls[:CALLS_MAX])
+        if index not in results
     }
     again: Retry | None = None
     raised = ""
     try:
-        if left:
-            await asyncio.wait(left.values(), timeout=TOOL_LIMIT_S.get())
-        for at, task in left.items():
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=TOOL_LIMIT_S.get())
+        for index, task in tasks.items():
             error = task.exception() if task.done() and not task.cancelled() else None
             if isinstance(error, Retry):
                 again = error
             else:
-                known[at] = _outcome(task, error)
-                raised = raised or _raised(turn.tool_calls[at].name, error)
+                results[index] = _outcome(task, error)
+                raised = raised or _raised(turn.tool_calls[index].name, error)
     finally:
-        for task in left.values():
+        for task in tasks.values():
             task.cancel()
     if again is not None:
         raise again
-    too_many = Told(text=f"error: only {CALLS_MAX} calls per turn are allowed", ok=False)
-    told = [known.get(at, too_many) for at in range(len(turn.tool_calls))]
+    too_many = ToolResult(text=f"error: only {CALLS_MAX} calls per turn are allowed", ok=False)
+    shown = [results.get(index, too_many) for index in range(len(turn.tool_calls))]
     names = dict.fromkeys(call.name for call in turn.tool_calls if call.name in by_name)
     return Observation(
         done=False,
-        messages=[_message(call, said) for call, said in zip(turn.tool_calls, told, strict=True)],
+        messages=[
+            _message(call, result) for call, result in zip(turn.tool_calls, shown, strict=True)
+        ],
         tool=",".join(names),
-        ok=all(said.ok for said in told),
+        ok=all(result.ok for result in shown),
         error=raised,
     )
 
 
-async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
+async def _called(by_name: dict[str, Tool], call: ToolCall) -> ToolResult:
     if call.error:
-        return Told(text=f"error: {call.error}", ok=False)
+        return ToolResult(text=f"error: {call.error}", ok=False)
     function = by_name.get(call.name)
     if function is None:
-        known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
-        return Told(text=f"error: unknown tool `{call.name}`: {known}", ok=False)
+        hint = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
+        return ToolResult(text=f"error: unknown tool `{call.name}`: {hint}", ok=False)
     if isinstance(function, DescribedTool):
-        return _told(call.name, await call_beside(partial(function, **call.arguments)))
+        return _shown(call.name, await call_in_thread(partial(function, **call.arguments)))
     try:
         given: Any = msgspec.convert(call.arguments, arguments_of(function))
     except msgspec.ValidationError as error:
-        return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
+        return ToolResult(text=f"error: arguments of `{call.name}`: {error}", ok=False)
     arguments = {name: getattr(given, name) for name in call.arguments}
-    return _told(call.name, await call_beside(partial(function, **arguments)))
+    return _shown(call.name, await call_in_thread(partial(function, **arguments)))
 
 
-def _told(name: str, found: Any) -> Told:
+def _shown(name: str, value: Any) -> ToolResult:
     try:
-        return Told(text=as_text(found), ok=True)
+        return ToolResult(text=as_text(value), ok=True)
     except (NoValue, RecursionError) as error:
-        kind = type(found).__name__
+        kind = type(value).__name__
         if (name, kind) not in _refused and len(_refused) < REFUSED_MAX:
             _refused.add((name, kind))
             sys.stderr.write(f"task: the model cannot read what the tool `{name}` gave: {error}\n")
-        return Told(text=f"error: `{name}` gave a value that cannot be shown: {error}", ok=False)
+        return ToolResult(
+            text=f"error: `{name}` gave a value that cannot be shown: {error}", ok=False
+        )
 
 
-def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
+def _outcome(task: asyncio.Task[ToolResult], error: BaseException | None) -> ToolResult:
     if isinstance(error, ToolFailed):
-        return Told(text=f"error: {error}", ok=False)
+        return ToolResult(text=f"error: {error}", ok=False)
     if error is not None:
-        return Told(text=f"error: {type(error).__name__}: {one_line(str(error))}", ok=False)
+        return ToolResult(text=f"error: {type(error).__name__}: {one_line(str(error))}", ok=False)
     if not task.done():
-        return Told(text=f"error: timed out after {TOOL_LIMIT_S.get():g} s", ok=False)
+        return ToolResult(text=f"error: timed out after {TOOL_LIMIT_S.get():g} s", ok=False)
     if task.cancelled():
-        return Told(text="error: cancelled", ok=False)
+        return ToolResult(text="error: cancelled", ok=False)
     return task.result()
 
 
@@ -169,6 +173,6 @@ def _raised(name: str, error: BaseException | None) -> str:
     return one_line(f"{kind}: {with_place(error)}")
 
 
-def _message(call: ToolCall, told: Told) -> dict[str, Any]:
+def _message(call: ToolCall, result: ToolResult) -> dict[str, Any]:
     named = {"name": call.name} if call.name else {}
-    return {"role": "tool", "tool_call_id": call.id, **named, "content": told.text}
+    return {"role": "tool", "tool_call_id": call.id, **named, "content": result.text}

@@ -32,11 +32,11 @@ class NoValue(TypeError):
 
 def as_text(value: Any) -> str:
     """Return text unchanged, other values as JSON. Raises NoValue."""
-    found = plain(value)
-    if isinstance(found, Decimal):
-        return str(found)
-    found = _encodable(found)
-    return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    value = plain(value)
+    if isinstance(value, Decimal):
+        return str(value)
+    value = _encodable(value)
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def escaped(value: Any) -> Any:
@@ -55,11 +55,11 @@ def observation_text(value: Any) -> str:
     return as_text(value)
 
 
-def in_order(what: str, found: Any, count: int) -> list[Any]:
+def in_order(what: str, values: Any, count: int) -> list[Any]:
     """Return results as a list. Raises TypeError without order, ValueError for a wrong number."""
-    if isinstance(found, str | bytes | Mapping | AnySet) or not hasattr(found, "__iter__"):
-        raise TypeError(f"{what} gave {type(found).__name__}, not a number per completion")
-    items = list(found)
+    if isinstance(values, str | bytes | Mapping | AnySet) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{what} gave {type(values).__name__}, not a number per completion")
+    items = list(values)
     if len(items) != count:
         raise ValueError(f"{what} gave {len(items)} numbers for {count} completions")
     return items
@@ -97,7 +97,7 @@ def plain(value: Any) -> Any:
 def _of_library(value: Any) -> Any:
     kind = type(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value)]
         return {name: plain(getattr(value, name)) for name in names}
     if kind.__name__ == "NAType":  # pandas
         return None
@@ -136,8 +136,8 @@ def _table(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def _key(key: Any) -> str:
-    found = plain(key)
-    return found if isinstance(found, str) else as_text(found)
+    name = plain(key)
+    return name if isinstance(name, str) else as_text(name)
 
 
 def _decoded(value: bytes) -> str:

@@ -73,7 +73,7 @@ class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
 # Sessions of agents: requests whose source is one (`WorkerSetup.agents`)
 
 
-class OpenSession(OfRequest, frozen=True, kw_only=True):
+class OpenSession(OfRequest, frozen=True, kw_only=True, tag=True):
     """Open a session before its `AgentCall`; the SessionPort returns `CallAsked` for each call."""
 
     source: str = ""
@@ -81,7 +81,7 @@ class OpenSession(OfRequest, frozen=True, kw_only=True):
     """Number of the agent's start on this worker."""
 
 
-class CallAsked(OfRequest, frozen=True, kw_only=True):
+class CallAsked(OfRequest, frozen=True, kw_only=True, tag=True):
     """Model call, ended by `AnswerCall`, `RefuseCall` or `CloseSession`."""
 
     call: int
@@ -97,7 +97,7 @@ class CallAsked(OfRequest, frozen=True, kw_only=True):
     """See `schemas.contexts.Call` for these five."""
 
 
-class AnswerCall(OfRequest, frozen=True, kw_only=True):
+class AnswerCall(OfRequest, frozen=True, kw_only=True, tag=True):
     """Send the model's answer, which is durable in the log."""
 
     call: int
@@ -107,7 +107,7 @@ class AnswerCall(OfRequest, frozen=True, kw_only=True):
     prompt_tokens: int
 
 
-class RefuseCall(OfRequest, frozen=True, kw_only=True):
+class RefuseCall(OfRequest, frozen=True, kw_only=True, tag=True):
     """Reject a call; `status` and `code` follow HTTP and OpenAI errors."""
 
     call: int
@@ -116,7 +116,7 @@ class RefuseCall(OfRequest, frozen=True, kw_only=True):
     message: str
 
 
-class CloseSession(OfRequest, frozen=True, kw_only=True):
+class CloseSession(OfRequest, frozen=True, kw_only=True, tag=True):
     """Reject open and later calls with 410; the same key may be opened again."""
 
     source: str = ""

@@ -11,7 +11,7 @@ import pytest
 from dora_pipe.producers.tasks import tools
 from dora_pipe.producers.tasks.messages import normal
 from dora_pipe.producers.tasks.task import Observation, Retry, Tool, ToolCall, Turn
-from dora_pipe.producers.tasks.tools import CALLS_MAX, Told, call_tools
+from dora_pipe.producers.tasks.tools import CALLS_MAX, ToolResult, call_tools
 
 released = threading.Event()
 both = threading.Barrier(2)
@@ -145,13 +145,13 @@ def test_what_asks_to_be_tried_again_does_so_alone() -> None:
             raise Retry("the search is full")
         return name
 
-    tolds: dict[int, Told] = {}
+    results: dict[int, ToolResult] = {}
     turn = Turn(
         text="", tool_calls=tuple(ToolCall(name="once", arguments={"name": n}) for n in "abc")
     )
     with pytest.raises(Retry, match="the search is full"):
-        asyncio.run(call_tools([once], turn, tolds))
-    observed = asyncio.run(call_tools([once], turn, tolds))
+        asyncio.run(call_tools([once], turn, results))
+    observed = asyncio.run(call_tools([once], turn, results))
     assert [message["content"] for message in observed.messages] == ["a", "b", "c"]
     assert sorted(created) == ["a", "b", "b", "c"]
 

@@ -139,12 +139,15 @@ class MainThread(Runner):
 class _Thread(Runner):
     def __init__(self) -> None:
         super().__init__()
+        self.given_up = False
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
 
     async def give_up(self, work: Work) -> None:
+        self.given_up = True
         ident = ctypes.c_ulong(self.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
+        self.stop()
 
 
 class Threads:
@@ -175,16 +178,12 @@ class Threads:
     async def _call(self, run: Callable[[], Any], context: CallContext) -> Any:
         thread = self._idle.pop() if self._idle else _Thread()
         try:
-            result = await thread.call(run, partial(context.report, "running"))
-        except asyncio.CancelledError:
-            thread.stop()
-            self._given_up.add(thread.thread)
-            raise
-        except BaseException:
-            self._idle.append(thread)
-            raise
-        self._idle.append(thread)
-        return result
+            return await thread.call(run, partial(context.report, "running"))
+        finally:
+            if thread.given_up:
+                self._given_up.add(thread.thread)
+            else:
+                self._idle.append(thread)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -37,7 +37,7 @@ HEAVY_HOMES = re.compile(
 """Files that may import torch and similar packages at import time."""
 _CATCH_ALL_HOMES = re.compile(
     r"((cli|launch)/|analysis/probes\.py$|core/loop/(runtime|effect_runner)\.py$"
-    r"|producers/tasks/(server|process|background|main_thread|kept)\.py$)"
+    r"|producers/tasks/(server|process|execution)\.py$)"
 )
 """The task server and its threads run users' code, which may raise anything; the others end in a
 message."""

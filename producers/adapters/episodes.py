@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.task import Observation, Prompt, Row, Split, Task
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.system.own_code import load_function
+from dora_pipe.producers.tasks.task import (
+    Environment,
+    Observation,
+    Prompt,
+    Reward,
+    Row,
+    Split,
+    Task,
+)
 from dora_pipe.schemas.identity import derive_seed
 
 EVAL_SEED: Final = 999
@@ -44,9 +53,19 @@ class SeededTask(Task):
     """Task whose rows are seeds of episodes: ``{"seed": 1297450433}``."""
 
     def __init__(
-        self, *, name: str, seed: int, count: int, eval_count: int, prompt_format: PromptFormat
+        self,
+        *,
+        name: str,
+        seed: int,
+        count: int,
+        eval_count: int,
+        prompt_format: PromptFormat,
+        observe: str,
+        act: str,
+        max_mistakes: int,
     ) -> None:
-        """Raises ConfigError for invalid counts."""
+        """`observe` and `act` are users' functions from observations to text and from text to
+        actions. Raises ConfigError for invalid counts, TaskError."""
         if count < 1 or eval_count < 0:
             counts = f"count {count} and eval_count {eval_count}"
             raise ConfigError(f"task.options: {counts} is not a number of rows")
@@ -54,6 +73,13 @@ class SeededTask(Task):
         self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
         self.prompt_format = prompt_format
+        self.max_mistakes = max_mistakes
+        self.observe: Callable[..., Any] | None
+        self.act: Callable[..., Any] | None
+        self.observe, self.act = (
+            load_function(f"task.options.{key}", path, TaskError) if path else None
+            for key, path in (("observe", observe), ("act", act))
+        )
 
     def rows(self, split: Split) -> Sequence[Row]:
         drawn = (self._name, split, self._seeds[split])
@@ -70,5 +96,28 @@ class SeededTask(Task):
         raise NotImplementedError
 
     def reward_sources(self) -> Sequence[Any]:
-        """Return this class and the packages in use."""
-        return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
+        own = [function for function in (self.observe, self.act) if function is not None]
+        packages = [f"{name} {version}" for name, version in self.packages().items()]
+        return (type(self), *packages, *own)
+
+
+class SeededEpisode(Environment):
+    """Episode that sums the rewards of its steps."""
+
+    def __init__(self, task: SeededTask) -> None:
+        self.seeded_task = task
+        self.total = 0.0
+        self.steps = self.mistakes = 0
+        self.ended = False
+
+    def mistaken(self, text: str) -> Observation:
+        """Return the observation after an invalid action, described by `text`."""
+        self.mistakes += 1
+        if self.mistakes > self.seeded_task.max_mistakes:
+            return Observation(done=True, ok=False)
+        return self.seeded_task.prompt_format.then(text, ok=False)
+
+    def reward(self, text: str, turns: Sequence[str]) -> Reward:
+        """Return the sum, with counts as parts."""
+        parts = {"steps": self.steps, "mistakes": self.mistakes, "ended": float(self.ended)}
+        return Reward(value=self.total, parts=parts)

@@ -11,15 +11,14 @@ The reward is the sum of the steps' rewards. Invalid actions are reported to the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.system.own_code import load_function, nearest
-from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
+from dora_pipe.core.system.own_code import nearest
+from dora_pipe.producers.adapters.episodes import PromptFormat, SeededEpisode, SeededTask
 from dora_pipe.producers.adapters.packages import packages_of, required
-from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Reward, Row
+from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.identity import derive_seed
 
@@ -61,6 +60,9 @@ class GymnasiumTask(SeededTask):
             count=count,
             eval_count=eval_count,
             prompt_format=PromptFormat(chat=chat, system_prompt=system_prompt),
+            observe=observe,
+            act=act,
+            max_mistakes=max_mistakes,
         )
         self._gymnasium = required("gymnasium", package="gymnasium", extra="gymnasium", kind=kind)
         self._spaces = required(
@@ -69,18 +71,15 @@ class GymnasiumTask(SeededTask):
         self._kind, self._id = kind, environment
         self._arguments = dict(arguments or {})
         self._actions = tuple(actions)
-        self._own = tuple(
-            load_function(f"task.options.{key}", reference, TaskError) if reference else None
-            for key, reference in (("observe", observe), ("act", act))
-        )
         for key, form in (("first", first), ("then", then)):
             _check_form(f"task.options.{key}", form)
         self.first, self.then = first, then
-        self.mistake, self.max_mistakes = mistake, max_mistakes
+        self.mistake = mistake
         game = self.open()  # now, while the user's modules are importable
         self._packages = packages_of("gymnasium", type(game.unwrapped).__module__)
         drawn = getattr(game.spec, "nondeterministic", True)
-        self.replayable = not drawn and not any(self._own)  # users' functions are opaque
+        # Users' functions are opaque.
+        self.replayable = not (drawn or self.observe or self.act)
         game.close()
 
     def open(self) -> Any:
@@ -95,14 +94,13 @@ class GymnasiumTask(SeededTask):
     def check(self) -> None:
         """Raise TaskError if observations or actions have no text form."""
         game = self.open()
-        observe, act = self._own
         try:
-            if problem := "" if observe else self._spaces.unsaid(game.observation_space):
+            if problem := "" if self.observe else self._spaces.unsaid(game.observation_space):
                 raise TaskError(
                     f"{self._kind}: an observation has no text form: {problem}",
                     hint="set task.options.observe to a function that returns text",
                 )
-            if problem := "" if act else self._spaces.unread(game.action_space):
+            if problem := "" if self.act else self._spaces.unread(game.action_space):
                 raise TaskError(
                     f"{self._kind}: {problem}",
                     hint="set task.options.act to a function that parses it",
@@ -115,17 +113,15 @@ class GymnasiumTask(SeededTask):
         return Game(self)
 
     def packages(self) -> Mapping[str, str]:
-        """Return versions of Gymnasium and of the environment's package."""
         return self._packages
 
     def reward_sources(self) -> Sequence[Any]:
-        own = [source for source in self._own if source is not None]
-        return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
+        return (*super().reward_sources(), self._spaces.read)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
         """Return conversations with random actions, which teach their format. Raises TaskError
         for text prompts and custom `act` functions."""
-        if not self.prompt_format.chat or self._own[1]:
+        if not self.prompt_format.chat or self.act:
             raise TaskError(
                 f"{self._kind} makes demonstrations only with chat and built-in actions",
                 hint="set task.chat = true and remove task.options.act",
@@ -134,22 +130,18 @@ class GymnasiumTask(SeededTask):
         return [self._conversation(drawn_seed % 2**31) for drawn_seed in drawn]
 
     def describe(self, game: Any, observation: Any, info: Any) -> str:
-        """Return an observation as text."""
-        observe = self._own[0]
-        if observe is not None:
-            return observation_text(observe(observation, info))
+        if self.observe is not None:
+            return observation_text(self.observe(observation, info))
         text: str = self._spaces.say(game.observation_space, observation)
         return text
 
     def read(self, game: Any, text: str) -> Any:
         """Return the action in a text. Raises ValueError, shown to the model, if there is none."""
-        act = self._own[1]
-        if act is not None:
-            return act(text)
+        if self.act is not None:
+            return self.act(text)
         return self._spaces.read(game.action_space, text, self._names(game.action_space))
 
     def form(self, game: Any, form: str, observation: str) -> str:
-        """Fill in a template, `first` or `then`."""
         actions = ", ".join(self._names(game.action_space))
         return form.replace("{observation}", observation).replace("{actions}", actions)
 
@@ -162,7 +154,7 @@ class GymnasiumTask(SeededTask):
         names = self._actions
         if len({name.lower() for name in names}) < len(names):
             raise ConfigError("task.options.actions: a name appears twice")
-        if names and not self._own[1] and self._names(space) != names:
+        if names and not self.act and self._names(space) != names:
             raise ConfigError(f"task.options.actions: {len(names)} names for {space}")
 
     def _conversation(self, seed: int) -> Row:
@@ -186,14 +178,13 @@ class GymnasiumTask(SeededTask):
 DEMONSTRATED_MAX: Final = 16
 
 
-class Game(Environment):
+class Game(SeededEpisode):
     """Episode of a Gymnasium environment."""
 
     def __init__(self, task: GymnasiumTask) -> None:
+        super().__init__(task)
         self._task = task
         self._made: Any = None
-        self._total, self._steps, self._mistakes = 0.0, 0, 0
-        self._ended = False
 
     def reset(self, row: Row) -> Prompt:
         self._made = self._task.open()
@@ -206,25 +197,17 @@ class Game(Environment):
         try:
             action = task.read(game, text)
         except ValueError as error:
-            self._mistakes += 1
-            self._total += task.mistake
-            if self._mistakes > task.max_mistakes:
-                return Observation(done=True, ok=False)
-            return task.prompt_format.then(task.form(game, task.then, f"error: {error}"), ok=False)
+            self.total += task.mistake
+            return self.mistaken(task.form(game, task.then, f"error: {error}"))
         observation, reward, ended, cut, info = game.step(action)
-        self._steps += 1
-        self._total += float(reward)
-        self._ended = bool(ended)
+        self.steps += 1
+        self.total += float(reward)
+        self.ended = bool(ended)
         if ended or cut:
             return Observation(done=True)
         return task.prompt_format.then(
             task.form(game, task.then, task.describe(game, observation, info))
         )
-
-    def reward(self, text: str, turns: Sequence[str]) -> Reward:
-        """Return the sum of the steps' rewards minus mistakes, with counts as parts."""
-        parts = {"steps": self._steps, "mistakes": self._mistakes, "ended": float(self._ended)}
-        return Reward(value=self._total, parts=parts)
 
     def close(self) -> None:
         if self._made is not None:

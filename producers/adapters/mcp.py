@@ -63,7 +63,6 @@ class McpSession:
             raise
 
     def close(self) -> None:
-        """Close the session; idempotent."""
         with self._opening:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -117,14 +116,12 @@ class Server:
         return [self._tool(session, tool) for tool in self.listed()]
 
     def stamp(self) -> str:
-        """Return its version and a digest of its tools."""
         listed = self.listed()
         about = self._server_info()["about"]
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
         return f"{about.get('version', '-')} {digest}"
 
     def called(self) -> str:
-        """Name in `worker joined`."""
         return f"mcp:{self.name or self._server_info()['about'].get('name', '')}"
 
     def _server_info(self) -> dict[str, Any]:
@@ -186,7 +183,6 @@ class McpTools:
         return [tool for server in self._servers for tool in server.tools()]
 
     def packages(self) -> dict[str, str]:
-        """Return names and stamps for `Task.packages`."""
         return {server.called(): server.stamp() for server in self._servers}
 
 

@@ -80,7 +80,6 @@ class Connection:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return the server's name and version, if given."""
         info = self._opened.result(0.0).server_info
         return {} if info is None else plain(info)
 

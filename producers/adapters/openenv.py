@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.system.own_code import load_function, nearest
-from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
+from dora_pipe.core.system.own_code import nearest
+from dora_pipe.producers.adapters.episodes import PromptFormat, SeededEpisode, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
-from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Reward, Row
+from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 
@@ -68,6 +68,9 @@ class OpenEnvTask(SeededTask):
             count=count,
             eval_count=eval_count,
             prompt_format=PromptFormat(chat=chat, system_prompt=system_prompt),
+            observe=observe,
+            act=act,
+            max_mistakes=max_mistakes,
         )
         required("websockets", package="websockets", extra="openenv", kind=kind)
         self.client = required(
@@ -77,32 +80,21 @@ class OpenEnvTask(SeededTask):
         self._schema, self._about = (
             _got(self.where, f"{self.url}/{asked}") for asked in ("schema", "metadata")
         )
-        self._observe, self._act = (
-            load_function(f"task.options.{key}", path, TaskError) if path else None
-            for key, path in (("observe", observe), ("act", act))
-        )
         self._field, self._type = ("", "") if act else self._fit(field)
         self.begin = dict(reset or {})
-        self.max_mistakes = max_mistakes
         self.room = _Room(sessions)
 
     def environment(self, row: Row) -> Environment:
         return RemoteEpisode(self)
 
     def packages(self) -> Mapping[str, str]:
-        """Return the server's version and a digest of its schemas."""
         digest = hashlib.sha256(canonical(self._schema)).hexdigest()[:DIGEST_CHARACTERS]
         version = self._about.get("version") or "-"
         return {f"openenv:{self._about.get('name', '')}": f"{version} {digest}"}
 
-    def reward_sources(self) -> Sequence[Any]:
-        own = [function for function in (self._observe, self._act) if function is not None]
-        return (*super().reward_sources(), *own)
-
     def describe(self, observation: Any) -> str:
-        """Return an observation as text."""
-        if self._observe is not None:
-            return observation_text(self._observe(observation))
+        if self.observe is not None:
+            return observation_text(self.observe(observation))
         fields = {
             name: value
             for name, value in dict(observation).items()
@@ -114,8 +106,8 @@ class OpenEnvTask(SeededTask):
 
     def read(self, text: str) -> dict[str, Any]:
         """Return the action of a turn. Raises ValueError, shown to the model, if it is invalid."""
-        if self._act is not None:
-            return dict(self._act(text))
+        if self.act is not None:
+            return dict(self.act(text))
         value: Any = text
         if self._type in ("integer", "number"):
             try:
@@ -154,29 +146,25 @@ class _Room:
         self._free: asyncio.Semaphore | None = None
 
     async def enter(self) -> None:
-        """Wait for a free slot, within the call's time limit."""
         if self._free is None:
             self._free = asyncio.Semaphore(self._size)
         await self._free.acquire()
 
     def leave(self) -> None:
-        """Release a slot."""
         assert self._free is not None
         self._free.release()
 
 
-class RemoteEpisode(Environment):
+class RemoteEpisode(SeededEpisode):
     """Episode in its own connection."""
 
     def __init__(self, task: OpenEnvTask) -> None:
+        super().__init__(task)
         self._task = task
         self._socket: Any = None
-        self._rewards: list[float] = []
-        self._mistakes, self._ended = 0, False
         self._entered = False
 
     def reset(self, row: Row) -> Any:
-        """Start the episode; see Environment."""
         return self._begin(row)
 
     async def _begin(self, row: Row) -> Any:
@@ -194,24 +182,13 @@ class RemoteEpisode(Environment):
         try:
             answer = await self._ask("step", self._task.read(text))
         except ValueError as error:
-            self._mistakes += 1
-            if self._mistakes > self._task.max_mistakes:
-                return Observation(done=True, ok=False)
-            return self._task.prompt_format.then(f"\nerror: {error}\n", ok=False)
-        self._rewards.append(float(answer.get("reward") or 0.0))
-        self._ended = bool(answer.get("done"))
-        if self._ended:
+            return self.mistaken(f"\nerror: {error}\n")
+        self.steps += 1
+        self.total += float(answer.get("reward") or 0.0)
+        self.ended = bool(answer.get("done"))
+        if self.ended:
             return Observation(done=True)
         return self._task.prompt_format.then(f"\n{self._task.describe(answer['observation'])}\n")
-
-    def reward(self, text: str, turns: Sequence[str]) -> Reward:
-        """Return the sum of the steps' rewards, with counts as parts."""
-        parts = {
-            "steps": float(len(self._rewards)),
-            "mistakes": float(self._mistakes),
-            "ended": float(self._ended),
-        }
-        return Reward(value=sum(self._rewards), parts=parts)
 
     async def close(self) -> None:  # type: ignore[override]
         socket, self._socket = self._socket, None

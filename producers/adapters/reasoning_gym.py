@@ -69,7 +69,6 @@ class ReasoningGymTask(Task):
         return self._prompt_format.first(str(row["question"]))
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> Reward:
-        """Return the generator's `score_answer`."""
         answer = self._utils.extract_answer(text, tag_name=self._tag) if self._tag else None
         answer = text.strip() if answer is None else answer
         score = self._sets[row["split"]].score_answer(
@@ -101,7 +100,6 @@ class ReasoningGymTask(Task):
         return packages_of("reasoning_gym")
 
     def reward_sources(self) -> Sequence[Any]:
-        """Return this module and the reasoning-gym package."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
     def _entry(self, split: Split, index: int) -> Any:

@@ -83,7 +83,6 @@ class VerifiersTask(AgentTask):
         ]
 
     def check(self) -> None:
-        """Check that harness, task and runtime are compatible."""
         pairing = importlib.import_module("verifiers.v1.utils.compile")
         runtime = getattr(self._env.config, self._seat).runtime
         try:
@@ -94,7 +93,6 @@ class VerifiersTask(AgentTask):
             raise self._refused(error) from error
 
     async def play(self, base_url: str, api_key: str, row: Row) -> Reward:
-        """Run an episode of the environment with the session's model."""
         await self._served()
         with session_client(self._vf, base_url, api_key) as client:
             context = self._vf.ModelContext(model=MODEL, client=client)
@@ -106,14 +104,11 @@ class VerifiersTask(AgentTask):
         return 0.0
 
     def packages(self) -> Mapping[str, str]:
-        """Return verifiers and the packages of taskset, environment, harness and tools; see
-        Task."""
         objects = (self._env, self._env.taskset, self._harness(), *self._tools())
         kinds = (self._kind_of_task(), *map(type, objects))
         return packages_of("verifiers", *(kind.__module__ for kind in kinds))
 
     def reward_sources(self) -> Sequence[Any]:
-        """Return this module and the packages."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
     def _harness(self) -> Any:
@@ -281,7 +276,6 @@ _numbers = itertools.count()
 
 @contextmanager
 def session_client(vf: Any, base_url: str, api_key: str) -> Iterator[Any]:
-    """Yield the client of a session in verifiers' form."""
     variable = f"{_KEY_VARIABLE}{next(_numbers)}"
     os.environ[variable] = api_key
     try:

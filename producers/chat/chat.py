@@ -121,7 +121,8 @@ class Chat:
         it."""
         if tools and self._typed is None and not self.template_renderer.features.tools:
             raise TaskError("the model's chat template ignores tools")
-        return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
+        prompt_ids = self.renders.ids(messages, tools, generate=True)
+        return Conversation(self, prompt_ids, messages, tools)
 
     def training_ids(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -185,7 +186,6 @@ class Chat:
 
     @property
     def renders(self) -> TemplateRenderer | TypedRenderer:
-        """Active renderer."""
         return self.template_renderer if self._typed is None else self._typed
 
 
@@ -245,7 +245,6 @@ class Conversation:
         )
 
     def messages(self) -> tuple[dict[str, Any], ...]:
-        """All messages so far."""
         return tuple(self._messages)
 
 

@@ -35,7 +35,6 @@ def split_thoughts(text: str) -> tuple[str, str]:
 
 
 def none(text: str, tools: Tools) -> Turn:
-    """Return thoughts and text, without calls."""
     del tools
     thoughts, answer = split_thoughts(text)
     return Turn(text=answer.strip(), reasoning=thoughts)

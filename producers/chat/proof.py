@@ -23,21 +23,11 @@ _WORDS: Final = (
 class Renderer(Protocol):
     """Interface under verification; see `template_renderer.TemplateRenderer`."""
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the prompt's ids."""
-        ...
+    def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]: ...
 
-    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the ids of a whole conversation."""
-        ...
+    def text(self, token_ids: Sequence[int]) -> str: ...
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these ids, including added tokens."""
-        ...
-
-    def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
-        """Return the ids of a turn."""
-        ...
+    def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]: ...
 
     def bridge(
         self,
@@ -48,9 +38,7 @@ class Renderer(Protocol):
         *,
         before: Sequence[int],
         sampled: Sequence[int],
-    ) -> list[int]:
-        """Return the ids that follow a turn."""
-        ...
+    ) -> list[int]: ...
 
 
 def conversations(
@@ -98,7 +86,7 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
     none."""
     try:
         ids, ends = joined(renders, messages, tools)
-        all_ids = renders.whole(messages, tools)
+        all_ids = renders.ids(messages, tools, generate=False)
     except TaskError as error:
         return str(error)
     if all_ids[: len(ids)] == ids or renders.text(all_ids).startswith(renders.text(ids)):
@@ -122,7 +110,7 @@ def joined(
     """Return the ids of prompt, turns and bridges, and the end of each piece with its message's
     index. Raises TaskError."""
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    ids = renders.prompt(messages[: spoken[0]], tools)
+    ids = renders.ids(messages[: spoken[0]], tools, generate=True)
     ends = [(len(ids), spoken[0] - 1)]
     for index, after in zip(spoken, [*spoken[1:], 0], strict=True):
         answer = messages[index]

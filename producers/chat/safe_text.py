@@ -117,11 +117,9 @@ class SafeText:
         return text
 
     def tokens(self, text: str) -> list[int]:
-        """Return the control tokens of an unmarked text, in order."""
         return [token_id for token_id, _, _ in self._tokens(text, MARKS[0])]
 
     def _tokens(self, text: str, mark: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (id, start, end) of control tokens."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self.control.get(token_id)
@@ -151,7 +149,6 @@ class _Ends:
         self._longest = max(map(len, tokens), default=0)
 
     def places(self, text: str) -> set[int]:
-        """Return the positions to break."""
         if len(text) < self._longest and text in self._joined:
             return {0}
         places: set[int] = set()

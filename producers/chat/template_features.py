@@ -95,7 +95,6 @@ class TemplateFeatures:
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools as function schemas for templates."""
     return [
         dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
         for tool in tools

@@ -43,18 +43,13 @@ class TemplateRenderer:
             marked, self.safe.marked(schemas(tools), mark, full=True), generate=generate
         )
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the token ids of a prompt for the model's next turn. Raises TaskError."""
+    def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:
+        """Return the token ids of a conversation; `generate` opens the model's turn. Raises
+        TaskError."""
         mark = self.safe.mark_for(messages, tools)
-        return self.safe.ids(self.render(messages, tools, mark, generate=True), mark)
-
-    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the token ids of a whole conversation. Raises TaskError."""
-        mark = self.safe.mark_for(messages, tools)
-        return self.safe.ids(self.render(messages, tools, mark, generate=False), mark)
+        return self.safe.ids(self.render(messages, tools, mark, generate=generate), mark)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these ids, including added tokens."""
         return self.safe.text(token_ids)
 
     def bridge(

@@ -278,7 +278,6 @@ def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def _eos_token(assets: Path) -> str | None:
-    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_object(assets / name).get("eos_token")
         if isinstance(token, dict):

@@ -53,16 +53,12 @@ class TypedRenderer:
             ) from None
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the token ids of a prompt for the model's next turn. Raises TaskError."""
-        return self._ids(messages, tools, generate=True)
-
-    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the token ids of a whole conversation. Raises TaskError."""
-        return self._ids(messages, tools, generate=False)
+    def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:
+        """Return the token ids of a conversation; `generate` opens the model's turn. Raises
+        TaskError."""
+        return list(self._render(messages, tools, generate=generate).token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these ids, including added tokens."""
         return self._safe.text(token_ids)
 
     def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
@@ -103,7 +99,6 @@ class TypedRenderer:
         return list(bridged.token_ids[len(ids) :])
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
-        """Parse a sampled turn."""
         try:
             parsed = self._renderer.parse_response(
                 list(ids), tools=schemas(tools) or None, prompt_ids=list(before)
@@ -115,9 +110,6 @@ class TypedRenderer:
             reasoning=parsed.reasoning_content or "",
             tool_calls=tuple(map(_call, parsed.tool_calls)),
         )
-
-    def _ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:
-        return list(self._render(messages, tools, generate=generate).token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> Any:
         mark = self._words.mark = self._safe.mark_for(messages, tools)
@@ -194,10 +186,10 @@ def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> s
     """Describe how a typed renderer differs from a template; empty if it does not."""
     for messages, tools in _first_turns(template_renderer):
         try:
-            same = typed.prompt(messages, tools) == template_renderer.prompt(messages, tools)
+            ids = [each.ids(messages, tools, generate=True) for each in (typed, template_renderer)]
         except TaskError as error:
             return str(error)
-        if not same:
+        if ids[0] != ids[1]:
             roles = ", ".join(message["role"] for message in messages)
             return f"renderer {typed.name} writes ({roles}) differently from the chat template"
     return ""
@@ -206,7 +198,6 @@ def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> s
 def _first_turns(
     template_renderer: TemplateRenderer,
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Yield conversations up to the model's first answer, with earlier calls and results."""
     for messages, tools in conversations(template_renderer.features):
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         answered = next(index for index in spoken if "tool_calls" not in messages[index])

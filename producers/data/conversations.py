@@ -82,14 +82,12 @@ def unshown_columns(
 
 
 def split_answer(messages: Conversation) -> tuple[Conversation, dict[str, Any] | None]:
-    """Split off the final message if the assistant wrote it."""
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]
     return messages, None
 
 
 def with_system(messages: Conversation, text: str) -> Conversation:
-    """Prepend a system message unless there is one."""
     if not text or messages[0]["role"] in SYSTEM:
         return messages
     return [{"role": "system", "content": text}, *messages]

@@ -240,7 +240,6 @@ def _no_cache(path: Path, error: OSError) -> ResourceError:
 
 
 def main() -> None:
-    """Write one file of rows: specification on stdin, messages on stdout."""
     spec, name = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[DataSpec, str])
     with os.fdopen(os.dup(1), "wb", buffering=0) as outbox:
         os.dup2(2, 1)  # keep prints of libraries out of the messages

@@ -96,7 +96,6 @@ class Helper:
         return answer.value
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

@@ -100,7 +100,6 @@ class Judge(Options, frozen=True, kw_only=True):
         return client.score_reasoning if asks_reasoning else client.score
 
     def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
-        """Return the template, which may be in a file."""
         return (self.template(where, context),)
 
     def template(self, where: str, context: RewardContext) -> str:
@@ -152,7 +151,6 @@ class JudgeClient:
     async def score(
         self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
     ) -> Reward:
-        """Score a completion whose prompt does not use the reasoning."""
         return await self.score_reasoning(row, text, turns, messages, reasoning="")
 
     async def score_reasoning(
@@ -184,7 +182,6 @@ class JudgeClient:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Close connections and threads."""
         self._threads.shutdown()
         self._endpoint.close()
 
@@ -233,7 +230,6 @@ class JudgeClient:
 
 
 def cache_folder() -> Path:
-    """Return the default cache folder."""
     from dora_pipe.producers.data.prepare import cache_folder as of_data
 
     return of_data().with_name("judge")

@@ -124,13 +124,11 @@ class Rewards:
 
     @property
     def wants_answer(self) -> bool:
-        """Report whether a reward uses the row's answer."""
         alone, of_groups = self._parts
         return any("answer" in part.ask.takes for part in (*alone, *of_groups))
 
     @property
     def wants_reasoning(self) -> bool:
-        """Report whether a reward uses the thoughts."""
         parts = (*self._parts[0], *self._parts[1])
         named = any("reasoning" in part.ask.takes for part in parts)
         return named or any(use.options.get("of") == "reasoning" for use in self._uses)
@@ -141,7 +139,6 @@ class Rewards:
             part.check_answer(answer)
 
     def sources(self) -> tuple[Any, ...]:
-        """Return the objects that determine the scores (`Task.reward_sources`)."""
         alone, of_groups = self._parts
         return tuple(source for part in (*alone, *of_groups) for source in part.sources)
 

@@ -108,7 +108,6 @@ def hide_files(directory: str, room_bytes: int) -> None:
 
 
 def limit(order: Order, *, isolated: bool) -> None:
-    """Limit the calling process and its children."""
     for what, bound in (
         (resource.RLIMIT_CPU, order["cpu_s"]),
         (resource.RLIMIT_AS, order["memory_bytes"]),
@@ -215,7 +214,6 @@ def _wait(child: int, processes: int, end: float) -> bool:
 
 
 def descendants(process: int, most: int) -> list[int]:
-    """Return descendants of a process, at most `most`."""
     processes: list[int] = []
     look = [process]
     while look and len(processes) < most:
@@ -245,7 +243,6 @@ def kill(child: int) -> None:
 
 
 def main() -> None:
-    """Run the order from stdin."""
     linux.die_with(int(sys.argv[1]))
     directory = sys.argv[2]
     order: Order = json.load(sys.stdin)

@@ -102,7 +102,6 @@ class Compared(Options, frozen=True, kw_only=True):
     thoughts; `auto` is `text`."""
 
     def part(self, completion: Completion) -> str:
-        """Return the compared text."""
         return str(getattr(completion, "text" if self.of == "auto" else self.of))
 
     def check_answer(self, answer: Any) -> None:
@@ -165,7 +164,6 @@ class NoReward(Options, frozen=True, kw_only=True):
         return self.score
 
     def score(self, text: str) -> float:
-        """Return 0."""
         return 0.0
 
 
@@ -181,7 +179,6 @@ class Exact(Compared, frozen=True, kw_only=True):
         return self.score
 
     def score(self, completion: Completion, answer: Any) -> Reward:
-        """Return 1 or 0."""
         golds = right_answers(answer, self.field)
         return _compared(self.part(completion), golds, self._normal)
 
@@ -216,13 +213,11 @@ class Regex(Compared, frozen=True, kw_only=True):
         return self.compared if self.group else self.found
 
     def part(self, completion: Completion) -> str:
-        """Return the compared text; `auto` is `written` for a pattern with `<think>` or
-        `</think>`."""
+        # `auto` is `written` for a pattern of thoughts.
         marked = any(mark in self.pattern for mark in ("<think>", "</think>"))
         return completion.written if self.of == "auto" and marked else super().part(completion)
 
     def found(self, completion: Completion) -> float | Reward:
-        """Return 1 if the pattern matches."""
         text = self.part(completion)
         held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
         return _STOPPED if held is None else float(held)

@@ -33,7 +33,6 @@ class Addresses:
     secret: bytes
 
     def of(self, request: str, start: int = 0) -> SessionAddress:
-        """Return the address of an agent's start."""
         name = session_name(request, start)
         host = f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.port}/s/{name}/v1"

@@ -149,7 +149,6 @@ def _bridge(
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
-    """Yield digests of the tools and each prefix of messages."""
     digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     yield digest
     for message in messages:

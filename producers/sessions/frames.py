@@ -34,11 +34,10 @@ class SourceSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The model has a chat template."""
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Configuration; the endpoint ends with `parent_pid`."""
+class EndpointSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration of an endpoint."""
 
-    parent_pid: int
-    secret: bytes
+    listen: str
     assets: str
     """Tokenizer and chat template."""
     started_ns: int
@@ -46,8 +45,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str
     """Name in `GET models`."""
     context_tokens: int
-    first_call: int
     sources: tuple[SourceSetup, ...]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First frame; the endpoint ends with `parent_pid`."""
+
+    parent_pid: int
+    secret: bytes
+    first_call: int
+    endpoint: EndpointSetup
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):

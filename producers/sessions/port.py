@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, ResourceError
@@ -19,9 +18,9 @@ from dora_pipe.producers.sessions.frames import (
     UP,
     Begun,
     Down,
+    EndpointSetup,
     SessionEffect,
     Setup,
-    SourceSetup,
     Up,
     pack,
     unpack,
@@ -58,18 +57,6 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Agents run on this machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointSetup:
-    """Configuration of an endpoint."""
-
-    listen: str
-    assets: str
-    started_ns: int
-    model: str
-    context_tokens: int
-    sources: tuple[SourceSetup, ...]
-
-
 class SessionPort:
     """Port for sessions; emits `CallAsked` and `EpisodeLost`. Raises ConfigError if it cannot
     listen, ResourceError if processes keep exiting.
@@ -102,7 +89,6 @@ class SessionPort:
         return self._process.pid
 
     def start(self, effect: SessionEffect) -> None:
-        """Send an effect, or queue it for `poll`."""
         request = effect.request
         if isinstance(effect, OpenSession):
             self._open[request] = effect.source
@@ -126,7 +112,6 @@ class SessionPort:
         return bool(self._events)
 
     def close(self) -> None:
-        """End all sessions; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -150,17 +135,11 @@ class SessionPort:
             )
         self._link.setblocking(False)
         self._in, self._out = bytearray(), bytearray()
-        setup = self._setup
+        first_call = self._started * CALLS_OF_ONE
+        secret = self.addresses.secret
         self._put(
             Setup(
-                parent_pid=os.getpid(),
-                secret=self.addresses.secret,
-                assets=setup.assets,
-                started_ns=setup.started_ns,
-                model=setup.model,
-                context_tokens=setup.context_tokens,
-                first_call=self._started * CALLS_OF_ONE,
-                sources=setup.sources,
+                parent_pid=os.getpid(), secret=secret, first_call=first_call, endpoint=self._setup
             )
         )
         self._started += 1

@@ -13,9 +13,10 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.pure.frames import LENGTH_BYTES
 from dora_pipe.core.system.console import name_process
 from dora_pipe.core.system.http_server import bounded_server
 from dora_pipe.core.system.linux import die_with
@@ -30,7 +31,6 @@ from dora_pipe.producers.sessions.frames import (
     SourceSetup,
     Up,
     pack,
-    unpack,
 )
 from dora_pipe.producers.sessions.sessions import Sessions, Source
 from dora_pipe.producers.worker.chats import chat_options
@@ -39,25 +39,23 @@ CONNECTIONS_MAX: Final = 32_768
 """Maximum connections; others get 503."""
 
 BACKLOG: Final = 4096
-READ_BYTES: Final = 1 << 18
 
 
 async def serve(listen: socket.socket, link: socket.socket) -> None:
     """Serve until the link closes. Raises PolicyError, ValueError."""
     reader, writer = await asyncio.open_unix_connection(sock=link)
-    buffer = bytearray()
-    setup = await _first(reader, buffer)
-    if setup is None:
+    setup = await _received(reader)
+    if not isinstance(setup, Setup):
         return
     die_with(setup.parent_pid)
     sessions = open_sessions(setup, lambda frame: writer.write(pack(frame)))
-    vocabulary = Tokenizer(Path(setup.assets)).size
-    endpoint = Endpoint(sessions, model=setup.model, vocabulary=vocabulary)
+    vocabulary = Tokenizer(Path(setup.endpoint.assets)).size
+    endpoint = Endpoint(sessions, model=setup.endpoint.model, vocabulary=vocabulary)
     server = bounded_server(endpoint.app(), connections_max=CONNECTIONS_MAX, backlog=BACKLOG)
     serving = asyncio.create_task(server.serve(sockets=[listen]))
     writer.write(pack(Listening()))
     try:
-        async for frame in _frames(reader, buffer):
+        while frame := await _received(reader):
             if not isinstance(frame, Setup):
                 sessions.take(frame)
     finally:
@@ -69,17 +67,18 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
 
 def open_sessions(setup: Setup, send: Callable[[Up], None]) -> Sessions:
     """Create sessions. Raises PolicyError for an unreadable tokenizer."""
-    assets = Path(setup.assets)
+    endpoint = setup.endpoint
+    assets = Path(endpoint.assets)
     tokenizer = Tokenizer(assets)
     sources: dict[str, Source] = {}
-    for source in setup.sources:
+    for source in endpoint.sources:
         sources |= dict.fromkeys(
-            source.sources, _source(source, assets, tokenizer, setup.started_ns)
+            source.sources, _source(source, assets, tokenizer, endpoint.started_ns)
         )
     return Sessions(
         sources,
         secret=setup.secret,
-        context_tokens=setup.context_tokens,
+        context_tokens=endpoint.context_tokens,
         first_call=setup.first_call,
         send=send,
     )
@@ -98,30 +97,17 @@ def _source(setup: SourceSetup, assets: Path, tokenizer: Tokenizer, started_ns: 
     )
 
 
-async def _first(reader: asyncio.StreamReader, buffer: bytearray) -> Setup | None:
-    while data := await reader.read(READ_BYTES):
-        buffer += data
-        for body in unpack(buffer):
-            frame = DOWN.decode(body)
-            if not isinstance(frame, Setup):
-                raise ValueError("the first frame is no Setup")
-            return frame
-    return None
-
-
-async def _frames(reader: asyncio.StreamReader, buffer: bytearray) -> Any:
-    while True:
-        for body in unpack(buffer):
-            frame: Down = DOWN.decode(body)
-            yield frame
-        data = await reader.read(READ_BYTES)
-        if not data:
-            return
-        buffer += data
+async def _received(reader: asyncio.StreamReader) -> Down | None:
+    """Return the next frame, or None at the end."""
+    try:
+        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+        frame: Down = DOWN.decode(await reader.readexactly(length))
+        return frame
+    except asyncio.IncompleteReadError:
+        return None
 
 
 def main() -> None:
-    """Serve on two descriptors, under a process name."""
     listen, link, *name = sys.argv[1:]
     name_process(*name)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

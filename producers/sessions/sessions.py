@@ -205,7 +205,6 @@ class Sessions:
 
 
 def ended() -> Refused:
-    """Return the error of an ended session."""
     return Refused(410, "session_ended", "the session has ended")
 
 

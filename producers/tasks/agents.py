@@ -79,7 +79,6 @@ class FunctionAgent:
 
     @property
     def source(self) -> Any:
-        """Input of the reward digest."""
         return self.function
 
     async def run(self, asked: AgentAsked) -> Any:
@@ -95,7 +94,6 @@ class CommandAgent:
 
     @property
     def source(self) -> Any:
-        """Input of the reward digest: its words, not files."""
         return "\0".join(self._command)
 
     async def run(self, asked: AgentAsked) -> Any:
@@ -128,7 +126,6 @@ class AgentTask(Task):
     """Task that is its own agent (`config.model.Task.is_agent`)."""
 
     async def play(self, base_url: str, api_key: str, row: Row) -> Any:
-        """Run the agent on a row."""
         raise NotImplementedError
 
 
@@ -140,7 +137,6 @@ class OwnAgent:
 
     @property
     def source(self) -> Any:
-        """Input of the reward digest."""
         return type(self._task)
 
     async def run(self, asked: AgentAsked) -> Any:

@@ -249,7 +249,6 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """See `Task.notes`."""
 
     def data(self, source: str) -> DataSet:
-        """Return the data set of a source."""
         if source.startswith("train"):
             return DataSet(digest=self.train_digest, rows=self.train_rows)
         return DataSet(digest=self.eval_digest, rows=self.eval_rows)
@@ -311,12 +310,10 @@ def pack(frame: PipeFrame) -> bytes:
 
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:
-    """Yield complete frames of a buffer."""
     return unframed(buffer, FRAME_BYTES_MAX)
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one shortened line."""
     line = " ".join(text.encode("utf-8", "replace").decode().split())
     if len(line) <= MESSAGE_CHARS_MAX:
         return line

@@ -165,7 +165,6 @@ class Child:
         return call
 
     def abandon(self, call: OpenCall, now_ns: int) -> None:
-        """Cancel a call that has begun."""
         call.forgotten = True
         self._limit(call, now_ns + int(ABANDON_S * _NS))
         self._down += pack(Abandon(call.number))
@@ -178,7 +177,6 @@ class Child:
         return late
 
     def is_stuck(self, now_ns: int) -> bool:
-        """Report whether the process begins none of its calls."""
         return bool(self.sent) and not self.begun and now_ns - self.heard_ns > STUCK_S * _NS
 
     def _limit(self, call: OpenCall, until_ns: int) -> None:
@@ -228,7 +226,6 @@ class Child:
 
 
 def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
-    """Return the limit of a try."""
     if isinstance(call, RewardCall | GroupCall):
         return task.reward_timeout_s
     if isinstance(call, AgentCall):
@@ -238,12 +235,10 @@ def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
 
 
 def episode_too_long(task: model.Task) -> str:
-    """Return the message of an episode beyond `task.episode_timeout_s`."""
     return f"the episode took longer than {task.episode_timeout_s:g} s"
 
 
 def late(task: model.Task, call: OpenCall) -> str:
-    """Return the message of a call beyond its limit."""
     if call.late == EPISODE_TIMEOUT:
         return episode_too_long(task)
     return f"timed out after {call.limit_ns / _NS:g} s"

@@ -91,7 +91,6 @@ class Runner:
             self.waiting -= 1
 
     def serve(self) -> None:
-        """Run functions in this thread until `stop`."""
         while True:
             with contextlib.suppress(GivenUp):  # may be raised after its function
                 work = self._queue.get()

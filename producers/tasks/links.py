@@ -147,7 +147,6 @@ def start_process(
 
 
 def kill_process(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process with its children and return its status."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

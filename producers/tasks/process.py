@@ -63,7 +63,6 @@ class PlainLines(io.TextIOWrapper):
 
 
 def main() -> None:
-    """Serve until the connection ends; arguments are the process name."""
     faulthandler.enable()
     name_process(*sys.argv[1:])
     inbox, outbox = _private_streams()
@@ -113,7 +112,6 @@ async def _serve(server: TaskServer, inbox: int, buffer: bytearray) -> None:
 
 
 def _setup(inbox: int, buffer: bytearray) -> Setup | None:
-    """Return the first frame, or None if the connection ends before."""
     while data := _read(inbox):
         buffer += data
         if body := next(unpack(buffer), None):

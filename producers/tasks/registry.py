@@ -117,34 +117,35 @@ def _adapter(package: str, name: str) -> Callable[..., Any]:
     return functools.partial(task_class, name)
 
 
-def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
-    if isinstance(factory, Task):
-        return False
+def _parameters(factory: Task | Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a factory, or None if it takes anything or has no signature."""
     try:
-        takes = inspect.signature(factory).parameters
+        parameters = {} if isinstance(factory, Task) else inspect.signature(factory).parameters
     except (TypeError, ValueError):
-        return True  # no signature: the call will fail if needed
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    return anything or "reward" in takes
+        return None  # the call will fail if needed
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return None if anything else parameters
+
+
+def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
+    parameters = _parameters(factory)
+    return parameters is None or "reward" in parameters
 
 
 def _check_arguments(
     kind: str, factory: Callable[..., Any], arguments: Mapping[str, Any], keys: set[str]
 ) -> None:
     """Raises ConfigError."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return  # no signature: the call will fail if needed
-    takes = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+    parameters = _parameters(factory)
+    if parameters is None:
         return
     for name in arguments:
-        if name not in takes:
+        if name not in parameters:
             where = f"task.{name}" if name in keys else f"task.options.{name}"
-            raise ConfigError(f"{where}: `{kind}` has no such argument", hint=nearest(name, takes))
+            hint = nearest(name, parameters)
+            raise ConfigError(f"{where}: `{kind}` has no such argument", hint=hint)
     try:
-        signature.bind(**arguments)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"task.options: {error} of `{kind}`") from error
 
@@ -189,7 +190,6 @@ def reward_digest(task: Task, *more: Any) -> str:
 
 
 def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
-    """Return the combined digest of a run's tasks."""
     digests = list(dict.fromkeys(task_facts.reward_digest for task_facts in facts))
     if len(digests) == 1 or "" in digests:
         return "" if "" in digests else digests[0]
@@ -197,7 +197,6 @@ def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
 
 
 def packages_of(facts: Iterable[TaskFacts]) -> dict[str, str]:
-    """Return the packages of a run's tasks, sorted."""
     return dict(
         sorted(package for facts_of_task in facts for package in facts_of_task.packages.items())
     )

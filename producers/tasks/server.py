@@ -145,7 +145,6 @@ class TaskServer:
                 self._running[number][1].cancel()
 
     def end(self, episode: int) -> None:
-        """Close an episode after its call."""
         world = self._episodes.pop(episode, None)
         if world is None:
             return
@@ -293,7 +292,6 @@ class TaskServer:
         return agent_ended(call.request, await self._agent.run(asked))
 
     async def _completion(self, row: Row, finished: Said) -> Completion:
-        """Single turns include the conversation."""
         turn = finished.turn
         messages: tuple[dict[str, Any], ...] = ()
         if turn is not None and len(finished.turns) <= 1:
@@ -329,7 +327,6 @@ class TaskServer:
 
 @contextlib.contextmanager
 def _naming_row(call: RewardCall | GroupCall) -> Iterator[None]:
-    """Add the row to errors of its data."""
     try:
         yield
     except TaskError as error:

@@ -56,7 +56,6 @@ class Breaker:
         return now_ns >= self._open_until_ns
 
     def failed(self, now_ns: int, why: str = "", *, wall_ns: int = 0) -> float:
-        """Return the pause in seconds."""
         pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**self.failures)
         if not self.failures:
             self.since_ns, self.tries = wall_ns, 0
@@ -117,7 +116,6 @@ class Places:
         LOG.warning("task: %s paused for %g s: %s", location, pause_s, why)
 
     def bad(self, url: str) -> int:
-        """Return the number of consecutive failures."""
         self._breakers[url].bad += 1
         return self._breakers[url].bad
 
@@ -150,7 +148,6 @@ class Deaths:
 
 
 def words_of(event: Answered | EpisodeLost) -> str:
-    """Describe a failed call."""
     error = event.error if isinstance(event, TaskFailed) else type(event).__name__
     return f"{error}: {getattr(event, 'message', '')}"
 

@@ -131,7 +131,6 @@ class TaskHost:
         return hmac.compare_digest(token, self._hello)
 
     def _play(self, connection: socket.socket) -> None:
-        """Run a process until it or the connection ends."""
         try:
             connection.settimeout(None)
             watch(connection)

@@ -108,7 +108,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """Return the assistant's message."""
         invalid = [call.raw for call in self.tool_calls if call.error]
         content = "\n".join([self.text, *invalid]).strip("\n")
         message: dict[str, Any] = {"role": "assistant", "content": content}

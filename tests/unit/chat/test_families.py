@@ -83,7 +83,7 @@ def proved(chat: Chat, *, count: int) -> None:
         assert spoken == [token for turn in turns for token in turn]
         # An opened thought may merge with its first token: the text is equal.
         strict = not renders.features.reasoning
-        assert ids == renders.whole(messages, tools)[: len(ids)] or not strict
+        assert ids == renders.ids(messages, tools, generate=False)[: len(ids)] or not strict
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for index, after in itertools.pairwise(spoken):
             history, text, new = messages[:index], messages[index], messages[index + 1 : after]
-            before = typed.prompt(history, tools)
+            before = typed.ids(history, tools, generate=True)
             sampled = typed.turn(history, text, tools)
             controls = []
             for reply in (new, [{**entry, "content": hostile} for entry in new]):

@@ -16,8 +16,13 @@ from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import nearest
-from dora_pipe.producers.adapters.episodes import PromptFormat, SeededEpisode, SeededTask
-from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.adapters.episodes import (
+    PromptFormat,
+    SeededEpisode,
+    SeededTask,
+    packages_of,
+    required,
+)
 from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.identity import derive_seed

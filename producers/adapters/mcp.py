@@ -17,6 +17,7 @@ from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.system.json_endpoint import variable
 from dora_pipe.core.system.own_code import nearest
+from dora_pipe.producers.adapters.episodes import DIGEST_CHARACTERS
 from dora_pipe.producers.adapters.mcp_client import (
     CONNECT_S,
     Connection,
@@ -25,7 +26,6 @@ from dora_pipe.producers.adapters.mcp_client import (
     T,
     plain,
 )
-from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
 from dora_pipe.producers.tasks.task import DescribedTool, Retry, ToolFailed
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.producers.tasks.values import as_text, escaped

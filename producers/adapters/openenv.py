@@ -21,8 +21,13 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import nearest
-from dora_pipe.producers.adapters.episodes import PromptFormat, SeededEpisode, SeededTask
-from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
+from dora_pipe.producers.adapters.episodes import (
+    DIGEST_CHARACTERS,
+    PromptFormat,
+    SeededEpisode,
+    SeededTask,
+    required,
+)
 from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical

@@ -12,8 +12,7 @@ from typing import Any
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.own_code import nearest
-from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat
-from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat, packages_of, required
 from dora_pipe.producers.tasks.task import Prompt, Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.linux import dying
-from dora_pipe.producers.adapters.packages import packages_of
+from dora_pipe.producers.adapters.episodes import packages_of
 from dora_pipe.producers.tasks.agents import AgentTask
 from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.task import Retry, Reward, Row, Split

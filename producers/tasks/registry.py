@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,13 +16,12 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.core.system.own_code import load_attribute, nearest
 from dora_pipe.producers.data.rows import DataRows
-from dora_pipe.producers.rewards.registry import open_rewards
+from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.dataset import DatasetTask
-from dora_pipe.producers.tasks.other_reward import OtherReward
-from dora_pipe.producers.tasks.task import Row, Split, Task
+from dora_pipe.producers.tasks.task import Completion, Environment, Reward, Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.wire import canonical, sha256_hex
 
@@ -233,3 +232,50 @@ def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> Non
                 f"{mine.rows} rows, logged are {logged.rows}",
                 hint="`dora-pipe audit` says what else does not hold",
             )
+
+
+SAME = (
+    "rows",
+    "check",
+    "prompt",
+    "tools",
+    "single_turn",
+    "demonstrations",
+    "packages",
+    "shown_tools",
+    "notes",
+)
+
+
+class OtherReward(Task):
+    """`task`, scored by `rewards`, which receive the columns of its rows by name."""
+
+    def __init__(self, task: Task, rewards: Rewards) -> None:
+        self._task, self._rewards = task, rewards
+        self.replayable = task.replayable
+        for name in SAME:
+            setattr(self, name, getattr(task, name))
+
+    def environment(self, row: Row) -> Environment | None:
+        world = self._task.environment(row)
+        return None if world is None else _Unscored(world)
+
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
+        return self._rewards.score(row, completion)
+
+    def score_group(
+        self, row: Row, completions: Sequence[Completion]
+    ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        return self._rewards.score_group(row, completions)
+
+    def scores_groups(self) -> bool:
+        return self._rewards.scores_groups
+
+    def reward_sources(self) -> Sequence[Any]:
+        return (*self._rewards.sources(), type(self._task))
+
+
+class _Unscored(Environment):
+    def __init__(self, world: Environment) -> None:
+        for name in ("reset", "step", "respond", "close"):
+            setattr(self, name, getattr(world, name))

@@ -10,8 +10,8 @@ import pytest
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.adapters import packages
-from dora_pipe.producers.adapters.packages import packages_of
+from dora_pipe.producers.adapters import episodes
+from dora_pipe.producers.adapters.episodes import packages_of
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from dora_pipe.producers.tasks.task import Task
 from tests.support.adapters_of_others import opened, played, task_of
@@ -163,6 +163,6 @@ def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
     for text in ("a = 1\n", "a = 2\n"):
         source.write_text(text)
         __import__("game_of_mine")
-        packages._source_digest.cache_clear()
+        episodes._source_digest.cache_clear()
         digests.add(packages_of("game_of_mine")["game-of-mine"])
     assert len(digests) == 2

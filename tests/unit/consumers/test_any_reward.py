@@ -13,8 +13,8 @@ from dora_pipe.config.objectives import Advantage
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import NonFinite
-from dora_pipe.producers.tasks.answers import scored
 from dora_pipe.producers.tasks.messages import NoAnswer
+from dora_pipe.producers.tasks.server import scored
 from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.batches import SETTINGS, make_batch
 

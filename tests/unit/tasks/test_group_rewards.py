@@ -13,9 +13,9 @@ from dora_pipe.config import model
 from dora_pipe.config.load import from_plain
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
-from dora_pipe.producers.tasks.answers import scored_together
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.tasks.server import scored_together
 from dora_pipe.producers.tasks.task import Completion, Reward, Row, Split, Task
 
 HERE = __name__

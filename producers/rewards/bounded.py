@@ -63,10 +63,7 @@ class WrongQuestion(ValueError):
 
 
 class Helper:
-    """Helper process, started by the first question.
-
-    Example: ``HELPER.ask("search", pattern="a+", group="", text="caat") == "aa"``
-    """
+    """Helper process, started by the first question."""
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s

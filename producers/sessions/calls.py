@@ -131,10 +131,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Refused(Exception):
-    """A call rejected with status, code and message.
-
-    Example: ``Refused(400, "unsupported", "tool_choice: `required` is not supported")``.
-    """
+    """A call rejected with HTTP status, code and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)

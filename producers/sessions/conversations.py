@@ -61,11 +61,7 @@ class Prompt:
 
 
 class Conversations:
-    """Conversations of one session.
-
-    Example: ``prompt = conversations.prompt(messages, tools)``, then ``conversations.answer(prompt,
-    ids).tool_calls``.
-    """
+    """Conversations of one session."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat

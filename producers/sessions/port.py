@@ -60,8 +60,6 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class SessionPort:
     """Port for sessions; emits `CallAsked` and `EpisodeLost`. Raises ConfigError if it cannot
     listen, ResourceError if processes keep exiting.
-
-    Example: ``port = SessionPort(setup)``; ``port.addresses.of(request)``.
     """
 
     effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)

@@ -31,10 +31,7 @@ WORDS: tuple[str, ...] = (
 
 
 class Arithmetic(Task):
-    """Built-in task `arithmetic`.
-
-    Example: ``Arithmetic(count=64).prompt({"start": 3, "step": 7, "count": 12}) == "3 7 c12 |"``.
-    """
+    """Built-in task `arithmetic`."""
 
     def __init__(
         self,

@@ -120,10 +120,7 @@ class Calculator(Environment):
 
 
 class CalculatorTask(Task):
-    """Built-in task `calculator`.
-
-    Example: ``CalculatorTask().prompt({"numbers": [7, 5, 4]}) == "n3 7 n2 5 n1 4 |"``.
-    """
+    """Built-in task `calculator`."""
 
     replayable = True
 

@@ -50,11 +50,7 @@ _EXAMPLE: Final = 'for instance "rewards:score"'
 
 
 class DatasetTask(Task):
-    """Built-in task `dataset`.
-
-    Example: ``DatasetTask(data="train.parquet", reward="rewards:score")``. The reward's module is
-    imported on first use.
-    """
+    """Built-in task `dataset`; imports the reward's module on first use."""
 
     played = False
     """An agent makes its own prompts."""

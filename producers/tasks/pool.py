@@ -79,13 +79,6 @@ class TaskPool:
 
     A port of the runtime. Create and use it in the main thread: on Linux its processes die with
     that thread.
-
-    Example::
-
-        with TaskPool(config.task) as pool:
-            facts = pool.wait()
-            pool.submit(PromptCall(request="g0000000042-003", split="train", index=17))
-            events = pool.poll(wait_s=1.0)
     """
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)

@@ -46,13 +46,7 @@ _ENDS: Final = getattr(select, "POLLRDHUP", select.POLLHUP) | select.POLLHUP | s
 
 
 class TaskHost:
-    """Serves one task at one address, with a thread for each connection.
-
-    Example::
-
-        with TaskHost(config.task, ("0.0.0.0", 7000), token=b"...", processes_max=8) as host:
-            host.serve(stop=lambda: False)
-    """
+    """Serves one task at one address, with a thread for each connection."""
 
     def __init__(
         self, task: model.Task, address: tuple[str, int], *, token: bytes, processes_max: int

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import InvariantBroken

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.changes import with_settings
 from dora_pipe.config.load import PATH_KEYS, changed_keys, check_settings, leaves

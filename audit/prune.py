@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, blob_of, may_be_blob
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.retention import keep_every_of

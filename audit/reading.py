@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from dora_pipe.bus.base import records_until
+from dora_pipe.bus.base import ends_of, records_of, records_until
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.core.errors import SchemaError
@@ -68,19 +68,6 @@ def horizon_of(bus: Bus, topics: Topics) -> Horizon:
         control=bus.end(control),
         trajectories=ends_of(bus, topics.trajectories),
     )
-
-
-def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
-    partitions = [TopicPartition(topic, partition) for partition in range(bus.partitions(topic))]
-    return {tp: bus.end(tp) for tp in partitions}
-
-
-def records_of(
-    bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
-) -> Generator[Record, None, None]:
-    """Yield records before these ends, in order per partition. Raises BusError."""
-    with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
-        yield from records_until(reader, ends)
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:

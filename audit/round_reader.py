@@ -10,7 +10,8 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.reading import Buried, Horizon, horizon_of, records_of
+from dora_pipe.audit.reading import Buried, Horizon, horizon_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition

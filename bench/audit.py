@@ -16,11 +16,11 @@ from uuid import uuid4
 import typer
 
 from dora_pipe.audit.auditor import Auditor, AuditProgress
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
 from dora_pipe.bench.peak import peak_bytes
 from dora_pipe.bench.support import emit_figures, reply, result_of, scratch, task_of
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import InvariantBroken

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -83,6 +84,19 @@ def records_until(
     """Yield the records below `ends`. Raises BusError without progress."""
     polls = polls_until(reader, ends, records_max=records_max, attempt=attempt)
     return chain.from_iterable(polls)
+
+
+def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
+    partitions = [TopicPartition(topic, partition) for partition in range(bus.partitions(topic))]
+    return {tp: bus.end(tp) for tp in partitions}
+
+
+def records_of(
+    bus: Bus, ends: Mapping[TopicPartition, int], *, start: int = 0
+) -> Generator[Record, None, None]:
+    """Yield records before these ends, in order per partition. Raises BusError."""
+    with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
+        yield from records_until(reader, ends)
 
 
 class ReaderWrapper(Reader):

@@ -68,8 +68,6 @@ _decode_headers = msgspec.msgpack.Decoder(tuple[tuple[str, bytes], ...]).decode
 
 
 class _Topics:
-    """Topics of the file, cached; they are never deleted."""
-
     def __init__(self) -> None:
         self.specs: dict[str, TopicSpec] = {}
         self._ids: dict[str, int] = {}

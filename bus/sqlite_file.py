@@ -156,7 +156,6 @@ class SqliteFile:
                 self.connection.execute("ROLLBACK")
 
     def _retry(self, statement: str) -> sqlite3.Cursor:
-        """Retry with short waits; SQLite's are up to 100 ms."""
         deadline_s = time.monotonic() + LOCK_LIMIT_S
         wait_s = _LOCK_WAIT_S_MIN
         while True:

@@ -93,7 +93,6 @@ def _send(run: str, verb: str, args: dict[str, Any], root: Path) -> None:
 
 
 def _toml_value(text: str) -> Any:
-    """Parse a TOML value; a bare word is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

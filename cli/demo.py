@@ -79,8 +79,6 @@ def demo(
 
 
 class _Killer:
-    """Kill the second worker with SIGKILL once, while it works."""
-
     def __init__(self) -> None:
         self.killed_pid: int | None = None
         self.evaluations: dict[int, float] = {}
@@ -129,7 +127,6 @@ def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:
 
 
 def _free_name(root: Path, topics: frozenset[str]) -> str:
-    """Return the first unused name of demo, demo-2, ..."""
     number = 1
     while (root / _name(number)).exists() or Topics(_name(number)).control in topics:
         number += 1

@@ -208,11 +208,6 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
 
 
 def _prompts(prompts: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
-    """Report prompt lengths of a source, and rows without a prompt.
-
-    A prompt must leave room for one token. With less than `max_tokens`, the context ends the
-    answer.
-    """
     longest = max(prompts.lengths, default=0)
     what, looked, notes = f"prompts, {prompts.source}", prompts.looked_at, list(prompts.notes())
     if prompts.hopeless:

@@ -110,7 +110,6 @@ def write_policy(run: OpenRun, version: int, directory: Path) -> str:
 
 
 def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
-    """Return the tokens that ended turns, by tokenizer and chat template; empty if unknown."""
     try:
         from dora_pipe.producers.chat.chat import Chat
         from dora_pipe.producers.chat.tokenizer import Tokenizer

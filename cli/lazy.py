@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -28,8 +27,6 @@ SETTINGS: Final[Mapping[str, Any]] = {
 
 
 class _Commands(MutableMapping[str, Any]):
-    """Commands by name, created on access."""
-
     def __init__(self, panels: Panels) -> None:
         self._places = {
             name: (target, *example)
@@ -74,45 +71,18 @@ def _examples(examples: Sequence[str]) -> str:
 
 
 def print_version(requested: bool) -> None:
-    """Print the versions of dora-pipe, its checkout, Python and torch; then exit."""
-    if not requested:
-        return
-    from importlib.metadata import PackageNotFoundError, version
-    from platform import python_version
+    """Print the version and exit; `doctor` prints those of other packages."""
+    if requested:
+        from dora_pipe import __version__
 
-    from dora_pipe import __version__
-
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "not installed"
-    commit = checkout_commit()
-    where = f" (commit {commit})" if commit else ""
-    write_to(
-        sys.stdout, f"dora-pipe {__version__}{where}, Python {python_version()}, torch {torch}\n"
-    )
-    raise typer.Exit
-
-
-def checkout_commit() -> str:
-    """Return the short commit of this package's checkout, or ""."""
-    import subprocess
-
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists():
-        return ""
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+        write_to(sys.stdout, f"dora-pipe {__version__}\n")
+        raise typer.Exit
 
 
 VersionOption = Annotated[
     bool,
     typer.Option(
-        "--version", is_eager=True, callback=print_version, help="Show the versions and exit."
+        "--version", is_eager=True, callback=print_version, help="Show the version and exit."
     ),
 ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, Final
 
@@ -12,6 +14,7 @@ import msgspec
 import typer
 from rich.cells import cell_len
 
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
 from dora_pipe.bus.copy import copy_topics
 from dora_pipe.cli.options import (
@@ -33,7 +36,7 @@ from dora_pipe.launch.run_dir import OpenRun, opened, run_dir
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
-from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress, decode_trajectory
 
 POLL_S: Final = 1.0
@@ -139,13 +142,13 @@ def topic_rows(run: OpenRun) -> list[dict[str, Any]]:
 
 def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
     """`begin` is 0 until retention deletes; deleted records are not counted."""
-    begin = run.bus.begin(tp)
-    sizes = [len(record.value) for record in _from(run, tp.topic, begin, tp.partition)]
+    begin, end = run.bus.begin(tp), run.bus.end(tp)
+    sizes = [len(record.value) for record in records_of(run.bus, {tp: end}, start=begin)]
     return {
         "topic": tp.topic,
         "partition": tp.partition,
         "begin": begin,
-        "end": run.bus.end(tp),
+        "end": end,
         "records": len(sizes),
         "bytes": sum(sizes),
     }
@@ -158,9 +161,12 @@ def _records(
     if name not in run.topics.all():
         known_topics = ", ".join(name.partition(".")[2] for name in run.topics.all())
         raise UsageError(f"no topic {topic!r}", hint=f"there are: {known_topics}")
-    chosen = None if partition < 0 else partition
-    for record in _from(run, name, offset, chosen, follow=follow):
-        yield record, readable(topic, record)
+    numbers = range(run.bus.partitions(name)) if partition < 0 else [partition]
+    ends = {tp: run.bus.end(tp) for tp in (TopicPartition(name, number) for number in numbers)}
+    with closing(run.bus.reader(dict.fromkeys(ends, offset))) as reader:
+        while follow or any(reader.position(tp) < end for tp, end in ends.items()):
+            for record in reader.poll(timeout_s=POLL_S):
+                yield record, readable(topic, record)
 
 
 def _text(key: bytes) -> str:
@@ -221,10 +227,9 @@ def _decoded(topic: str, record: Record) -> Any:
         case "decisions":
             return decode_round(record.value)
         case "trajectories":
-            return _summary(decode_trajectory(record.value))
+            return _fields(decode_trajectory(record.value))
         case "progress":
-            progress = decode_any_progress(record.value)
-            return _call(progress) if isinstance(progress, TurnProgress) else _chunk(progress)
+            return _fields(decode_any_progress(record.value))
         case _:
             return {
                 "kind": "dead-letter",
@@ -233,64 +238,12 @@ def _decoded(topic: str, record: Record) -> Any:
             }
 
 
-def _summary(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "kind": "trajectory",
-        "trajectory": trajectory.trajectory,
-        "version": trajectory.version,
-        "digest": trajectory.digest,
-        "reward": trajectory.reward,
-        "tokens": len(trajectory.token_ids),
-        "sampled": trajectory.sampled,
-        "meta": msgspec.to_builtins(trajectory.meta),
-    }
-
-
-def _progress(progress: AnyProgress) -> dict[str, Any]:
-    return {
-        "trajectory": progress.trajectory,
-        "attempt": progress.attempt,
-        "version": progress.version,
-        "worker": progress.worker,
-    }
-
-
-def _chunk(progress: Progress | EpisodeProgress) -> dict[str, Any]:
-    content = {
-        "kind": "progress",
-        **_progress(progress),
-        "start": progress.start,
-        "tokens": len(progress.token_ids),
-        "previous": progress.previous,
-    }
-    if isinstance(progress, EpisodeProgress):
-        turns = {segment.turn for segment in progress.segments if segment.kind == "model"}
-        content |= {"kind": "episode-progress", "turns": sorted(turns), "finish": progress.finish}
+def _fields(record: Trajectory | AnyProgress) -> dict[str, Any]:
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(record).__name__).lower()
+    content: dict[str, Any] = {"kind": kind}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name != "routed_experts":
+            array = isinstance(value, Sequence) and not isinstance(value, str)
+            content[field.name] = len(value) if array else value
     return content
-
-
-def _call(progress: TurnProgress) -> dict[str, Any]:
-    return {
-        "kind": "turn-progress",
-        **_progress(progress),
-        "turn": progress.turn,
-        "context": progress.context,
-        "given": len(progress.given_ids),
-        "tokens": len(progress.token_ids),
-        "previous": progress.previous,
-        "call": msgspec.to_builtins(progress.call),
-    }
-
-
-def _from(
-    run: OpenRun, topic: str, offset: int, partition: int | None, *, follow: bool = False
-) -> Iterator[Record]:
-    numbers = range(run.bus.partitions(topic)) if partition is None else [partition]
-    partitions = [TopicPartition(topic, number) for number in numbers]
-    ends = {tp: run.bus.end(tp) for tp in partitions}
-    reader = run.bus.reader(dict.fromkeys(partitions, offset))
-    try:
-        while follow or any(reader.position(tp) < end for tp, end in ends.items()):
-            yield from reader.poll(timeout_s=POLL_S)
-    finally:
-        reader.close()

@@ -45,30 +45,21 @@ OverrideOption = Annotated[
         help="Value of a configuration key, such as run.steps=20; repeatable.",
     ),
 ]
+FORCE_HINT: Final = "choose another, or overwrite it with --force"
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
-def may_write(target: Path, *, force: bool = False) -> None:
-    """Raise UsageError if a file or a nonempty folder exists.
-
-    `force` allows replacing files, but never a file by a folder or vice versa.
-    """
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not force:
-        what = "is not empty" if target.is_dir() else "exists"
-        raise UsageError(f"{target} {what}", hint="choose another, or overwrite it with --force")
-
-
-def may_write_file(target: Path, *, force: bool = False) -> None:
-    """Check the path of a file, as `may_write`."""
+def may_write_file(target: Path, *, force: bool) -> None:
+    """Raise UsageError for a folder, and for an existing file unless `force`."""
     if target.is_dir():
         raise UsageError(f"{target} is a folder", hint="name a file")
-    may_write(target, force=force)
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists", hint=FORCE_HINT)
 
 
-def may_write_folder(target: Path, *, force: bool = False) -> None:
-    """Check the path of a folder, as `may_write`."""
+def may_write_folder(target: Path, *, force: bool) -> None:
+    """Raise UsageError for a file, and for a nonempty folder unless `force`."""
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target} is a file", hint="name a folder")
-    may_write(target, force=force)
+    if target.exists() and any(target.iterdir()) and not force:
+        raise UsageError(f"{target} is not empty", hint=FORCE_HINT)

@@ -42,7 +42,8 @@ def emit_json(value: Any) -> None:
 
 def takes_unicode() -> bool:
     """Return whether stdout can encode every character."""
-    return (sys.stdout.encoding or "").lower().startswith("utf")
+    encoding = os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding or "ascii"
+    return encoding.lower().startswith("utf")
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -118,12 +119,6 @@ def terminal_columns() -> int | None:
 def styled(stream: TextIO) -> bool:
     """Return whether a stream gets bold text and colors."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-
-def draws_blocks() -> bool:
-    """Return whether stdout can show more than ASCII."""
-    encoding = os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding or "ascii"
-    return encoding.lower().startswith("utf")
 
 
 def raise_if_damaged(damage: Damage, consequence: str) -> None:

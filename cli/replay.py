@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -188,26 +188,14 @@ def _step_json(line: StepResult) -> Mapping[str, Any]:
         "wanted": line.wanted,
         "equal": line.equal,
         "weights_equal": step.equal,
-        "metrics": [
-            {"name": metric.name, "committed": metric.committed, "replayed": metric.replayed}
-            for metric in line.metrics
-        ],
+        "metrics": [asdict(metric) for metric in line.metrics],
         "digest_committed": step.digest_committed,
         "digest_replayed": step.digest_replayed,
         "tensor": step.tensor,
         "compute_s_committed": step.compute_s_committed,
         "compute_s_replayed": step.compute_s_replayed,
         "other_numerics": step.other_numerics,
-        "distances": [
-            {
-                "tensor": distance.tensor,
-                "differing": distance.differing,
-                "elements": distance.elements,
-                "absolute_max": distance.absolute_max,
-                "relative_max": distance.relative_max,
-            }
-            for distance in line.distances
-        ],
+        "distances": [asdict(distance) for distance in line.distances],
     }
 
 
@@ -224,16 +212,7 @@ def _sum_up(lines: Sequence[StepResult]) -> None:
 
 def _print_trajectory(regenerated: Regenerated, *, as_json: bool) -> None:
     if as_json:
-        emit_json(
-            {
-                "trajectory": regenerated.trajectory,
-                "version": regenerated.version,
-                "prefills": regenerated.prefills,
-                "tokens": regenerated.tokens,
-                "equal": regenerated.equal,
-                "difference": regenerated.difference,
-            }
-        )
+        emit_json({**asdict(regenerated), "equal": regenerated.equal})
         return
     verdict = "equal" if regenerated.equal else f"DIFFERS: {regenerated.difference}"
     prefills = f"{regenerated.prefills} prefill{'s' if regenerated.prefills != 1 else ''}"

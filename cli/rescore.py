@@ -143,7 +143,6 @@ def _write(file: Path, lines: Iterable[RescoredLine]) -> None:
 
 
 def _name_of(rewards: Sequence[str]) -> str:
-    """Return a file name for these rewards. Example: ``_name_of(["new:score"]) == "new-score"``"""
     words = re.sub(r"[^A-Za-z0-9_.]+", "-", " ".join(rewards)).strip("-.")
     return words[:NAME_CHARACTERS] or OWN
 

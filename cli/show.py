@@ -19,7 +19,6 @@ from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.audit.export import best_version
 from dora_pipe.cli.options import RUN_HELP, JsonOption, RunsOption
 from dora_pipe.cli.output import (
-    draws_blocks,
     emit_flow,
     emit_json,
     emit_line,
@@ -28,6 +27,7 @@ from dora_pipe.cli.output import (
     emit_table,
     flow,
     show,
+    takes_unicode,
     terminal_columns,
 )
 from dora_pipe.cli.runs import run_rows
@@ -301,7 +301,6 @@ def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
-    """Best mean reward by evaluation; the first of equals."""
     best: dict[str, tuple[int, float, int]] = {}
     for evaluation in evaluations:
         mean = next((v.value for k, v in evaluation.metrics.items() if k.startswith("mean@")), None)
@@ -373,7 +372,7 @@ def _reward(steps: list[StepStats]) -> str:
         return "no step yet"
     width = terminal_columns()
     room = CURVE_MAX if width is None else max(8, min(CURVE_MAX, width - LABEL))
-    curve = sparkline(_shared(rewards, room), plain=not draws_blocks())
+    curve = sparkline(_shared(rewards, room), plain=not takes_unicode())
     return f"{rewards[0]:.3f} {curve} {rewards[-1]:.3f} at step {steps[-1].step}"
 
 
@@ -395,7 +394,6 @@ def _parts(step: StepStats) -> str:
 
 
 def _shared(values: list[float], most: int) -> list[float]:
-    """Average neighbors to get at most `most` values."""
     if len(values) <= most:
         return values
     edges = [len(values) * index // most for index in range(most + 1)]
@@ -496,7 +494,6 @@ def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _size(row: Mapping[str, Any]) -> float:
-    """Return the largest |ln ratio|."""
     ratios = [row.get("ratio_min"), row.get("ratio_max")]
     return max((abs(math.log(ratio)) for ratio in ratios if ratio), default=0.0)
 
@@ -518,7 +515,7 @@ def print_description(description: Description) -> None:
         if isinstance(content, Mapping):
             emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
         elif section == TRACE:
-            rows = tree.draw(content, plain=not draws_blocks())
+            rows = tree.draw(content, plain=not takes_unicode())
             emit_table(tree.COLUMNS, rows, title=section)
         else:
             _print_rows(section, content)

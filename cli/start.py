@@ -280,7 +280,6 @@ def trainer(
 
 
 def _trainer_node(config: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
-    """Run one node of a multi-node trainer; return its exit code."""
     from dora_pipe.launch import nodes as launch
 
     this = launch.Node(nodes=nodes, node=node, rendezvous=rendezvous)

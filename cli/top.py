@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from dora_pipe.cli.options import RunArgument, RunsOption
-from dora_pipe.cli.output import draws_blocks, emit_line
+from dora_pipe.cli.output import emit_line, takes_unicode
 from dora_pipe.core.errors import UsageError, printable
 from dora_pipe.core.system.console import RUNS
 from dora_pipe.launch.disk_watch import broker_words, full_disk
@@ -73,7 +73,7 @@ def _watch(run: OpenRun, every_s: float, *, once: bool) -> None:
     stats = RunStats(run.topics.run)
     with closing(stats.follow(run.bus, run.topics)) as follower:
         _catch_up(follower)
-        plain = not draws_blocks()
+        plain = not takes_unicode()
         full = _looking(run)
         if once:
             _show_once(console, stats, full, screen=screen, plain=plain)
@@ -104,7 +104,6 @@ def _looking(run: OpenRun) -> Full:
 
 
 def _frame(stats: RunStats, full: Full, *, plain: bool) -> Screen:
-    """Return the run's screen with disk warnings, which the log cannot contain."""
     shown = frame(stats, time.time_ns(), plain=plain)
     warning = "" if stats.over else full()
     return replace(shown, head=f"{warning}; {shown.head}") if warning else shown

@@ -88,7 +88,6 @@ def _print_present(run: OpenRun, *, as_json: bool) -> None:
 
 
 def _wait_of(run: OpenRun, step: int) -> StepWait:
-    """Return the wait before a step. Raises UsageError if its batch was not taken yet."""
     with closing(run.tables()) as tables:
         wait = next((wait for wait in waits_of(tables) if wait.step == step), None)
     if wait is None:
@@ -167,7 +166,6 @@ def _longest(wait: StepWait) -> tuple[object, ...]:
 
 
 def _moment_ns(run: OpenRun, text: str) -> int:
-    """Parse a moment as wall clock ns. Raises UsageError."""
     try:
         seconds = float(text.removesuffix("s"))
     except ValueError:

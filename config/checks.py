@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from dora_pipe.config.batches import group_problems
 from dora_pipe.config.model import (
     LEARNING_RATE_MAX,
@@ -21,10 +19,8 @@ from dora_pipe.config.model import (
     async_batches,
 )
 from dora_pipe.config.objectives import rewarded
-from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
-from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Schedule, ScheduledSample
 from dora_pipe.schemas.topics import PATTERN, RULE
-from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
+from dora_pipe.schemas.wire import RECORD_BYTES_MAX
 
 ROUND_DECISIONS_MAX: Final = 500
 """The planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX`), except the
@@ -39,48 +35,13 @@ _ROUND_BYTES: Final = 4096
 """Bytes of a round without its decisions."""
 
 
-def _item_bytes(record: msgspec.Struct) -> int:
-    return len(encode(record)) + 1
-
-
-_NUMBER: Final = 10**10 - 1
-"""Bound of offsets, incarnations and group numbers."""
-_DIGEST: Final = "f" * 64
-_WHY: Final = "x" * 60
-
-_TAKEN_GROUP_BYTES: Final = _item_bytes(
-    TakenGroup(group=f"g{_NUMBER}", version=99_999, deadline=99_999, trajectories=())
-)
-_TAKEN_BYTES: Final = _item_bytes(
-    TakenTrajectory(
-        trajectory=f"g{_NUMBER}-999",
-        attempt=99,
-        incarnation=_NUMBER,
-        partition=999,
-        offset=_NUMBER,
-        sha256=_DIGEST,
-    )
-)
-_SCORED_BYTES: Final = len(f'"g{_NUMBER}-999":{-1e6 / 3!r},')
-_SPEC: Final = GroupSpec(
-    group=f"g{_NUMBER}",
-    ordinal=_NUMBER,
-    purpose="train",
-    version=99_999,
-    digest=_DIGEST,
-    deadline=99_999,
-    partition=999,
-    dataset_digest=_DIGEST,
-    index=_NUMBER,
-    data_epoch=999,
-    seed=2**64 - 1,
-    size=999,
-)
-_DISPATCH_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
-_PLACE_BYTES: Final = _item_bytes(
-    Schedule(spec=_SPEC, worker="worker-999", incarnation=_NUMBER, samples=(), reason=_WHY)
-)
-_PLACED_BYTES: Final = _item_bytes(ScheduledSample(sample=999, attempt=99))
+_TAKEN_GROUP_BYTES: Final = 75
+_TAKEN_BYTES: Final = 116
+_SCORED_BYTES: Final = 37
+_DISPATCH_BYTES: Final = 446
+_PLACE_BYTES: Final = 506
+_PLACED_BYTES: Final = 19
+"""Bytes of a decision's parts with ids and offsets of ten digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

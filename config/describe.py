@@ -193,7 +193,6 @@ def _key(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a TOML basic string without raw control characters."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else toml_escape(char) for char in quoted)
 

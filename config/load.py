@@ -203,7 +203,6 @@ def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[st
 
 
 def _keys_of_any(config: Config) -> dict[str, str]:
-    """Return the names of all leaves without task and evaluation names."""
     return {
         key: f"{name}.{key.removeprefix(prefix)}"
         for name, prefix, section in sections_of(config)
@@ -408,7 +407,6 @@ def _refusal(message: str) -> ConfigError:
 
 
 def _choices(path: str) -> list[str]:
-    """Return the allowed values of a key, such as `task[1].special_tokens`."""
     kind: Any = Config
     for name in re.sub(r"\[\d+\]", "", path).split("."):
         sections = (
@@ -436,7 +434,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether a file name is valid UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

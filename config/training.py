@@ -48,7 +48,6 @@ def rate_of(
 
 
 def _cosine_of_half_turns(turns: float) -> float:
-    """Return cos(pi * turns) for turns from 0 to 1."""
     if turns > 0.5:
         return -_cosine_of_half_turns(1.0 - turns)
     square = (math.pi * turns) * (math.pi * turns)

@@ -115,13 +115,9 @@ def _inherit_directory(
         file = directory / OPTIMIZER
         if not file.is_file():
             raise PolicyError(f"{directory} has no {OPTIMIZER}", hint="run retrain again")
-        state = target.publish_blob("optimizer", lambda path: _copy(file, path))
+        state = target.publish_blob("optimizer", partial(shutil.copyfile, file))
     lineage = Lineage(run=model.run, step=model.last + 1, digest=model.weights, optimizer=state)
     return lineage, policy
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
 
 
 def _check_state_fits(
@@ -157,30 +153,20 @@ def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: Polic
             if step
             else "version 0 has none: remove --with-optimizer",
         )
-    return copy_state(old.policies, target, kept.sha256)
-
-
-def copy_state(source: PolicyStore, target: PolicyStore, sha256: str) -> Blob:
-    """Copy an optimizer state between stores. Raises PolicyError, ResourceError."""
-    path = source.verify_blob("optimizer", sha256)
-    return target.publish_blob("optimizer", lambda final: _copy(path, final))
-
-
-def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
-    """Return a writer that copies the weights of a file; see `PolicyStore.publish_weights`."""
-
-    def write(target: Path) -> Manifest:
-        shutil.copyfile(source, target)
-        return manifest
-
-    return write
+    path = old.policies.verify_blob("optimizer", kept.sha256)
+    return target.publish_blob("optimizer", partial(shutil.copyfile, path))
 
 
 def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
     weights = source.weights(manifest.digest)
     base = base_of(weights)
     if base is None:
-        return copying(weights, manifest)
+        return partial(_copied, weights, manifest)
     source.verify(base)
     adapter = read_adapter(weights, digest=manifest.digest)
-    return lambda path: write_merged(source.weights(base), adapter, path)
+    return partial(write_merged, source.weights(base), adapter)
+
+
+def _copied(source: Path, manifest: Manifest, target: Path) -> Manifest:
+    shutil.copyfile(source, target)
+    return manifest

@@ -234,14 +234,12 @@ def _adapter(shape: ModelShape, config: Config) -> int:
 
 
 def _on_a_rank(shape: ModelShape, config: Config) -> int:
-    """Exclude experts of other ranks."""
     dealt = config.trainer.expert_parallel_size
     elsewhere = 0 if config.lora.rank else shape.experts * (dealt - 1) // dealt
     return trained(shape, config) - elsewhere
 
 
 def _is_narrow(shape: ModelShape, config: Config) -> bool:
-    """Return whether versions are bfloat16; the trainer then also holds the low halves."""
     return published_dtype(config, shape.dtype) == "bfloat16"
 
 

@@ -19,6 +19,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.core.system.console import say
 from dora_pipe.core.system.linux import die_with
+from dora_pipe.launch.supervisor import how
 
 RANK: Final = "RANK"
 
@@ -115,7 +116,7 @@ def run_node(
             return 0
         if failed is None:
             return 0
-        say(f"rank {environments[failed][RANK]} of the trainer {_how(ranks[failed].returncode)}")
+        say(f"rank {environments[failed][RANK]} of the trainer {how(ranks[failed].returncode)}")
         _wait(ranks, notice_s)
         code = ranks[failed].returncode
         return code if code > 0 else ResourceError.exit_code
@@ -138,7 +139,6 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[i
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], stop_s: float) -> None:
-    """Stop rank 0, which ends its step and stops the others."""
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
     _wait(ranks, stop_s)
@@ -148,12 +148,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], wait_s: float) -> None:
     give_up_s = time.monotonic() + wait_s
     while time.monotonic() < give_up_s and any(rank.poll() is None for rank in ranks):
         time.sleep(LOOK_S)
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed ({signal.Signals(-code).name})"
-    return f"ended with exit code {code}"
 
 
 def command_of(words: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,7 +18,7 @@ import msgspec
 
 from dora_pipe import __version__
 from dora_pipe.audit.effective_config import check_change
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.config.batches import gradient_notes
 from dora_pipe.config.changes import LOGGED
@@ -48,7 +48,7 @@ from dora_pipe.launch.run_dir import (
     run_dir,
     store_config,
 )
-from dora_pipe.observe.lineage import newest_version
+from dora_pipe.observe.lineage import newest_version, run_started_in
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.process.snapshot_files import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
@@ -187,7 +187,6 @@ def sampled_nothing(directory: RunDir, config: Config) -> bool:
 
 
 def _make_topics(bus: Bus, config: Config) -> None:
-    """Raises ConfigError if the log already has this run, BusError."""
     topics = create_topics(bus, config)
     _settle(bus, topics)
     if started(bus, topics) is not None:
@@ -198,7 +197,6 @@ def _make_topics(bus: Bus, config: Config) -> None:
 
 
 def _settle(bus: Bus, topics: Topics) -> None:
-    """Wait until records of a dead role are readable; the checks depend on all records."""
     there = set(bus.topics())
     named = [name for name in (topics.control, topics.decisions) if name in there]
     await_stable_offset(bus, [TopicPartition(name, 0) for name in named], SystemClock())
@@ -235,7 +233,6 @@ def plan_resume(config: Config, root: Path, *, here: bool = False) -> Plan:
 
 
 def _plan_unbegun(directory: RunDir, config: Config, bus: Bus) -> Plan:
-    """Plan a run whose start was killed before its first record."""
     resume_commands(directory.config(), config)  # raises for changed frozen keys
     create_topics(bus, config)
     store, origin = directory.policies(config), planned(directory)
@@ -311,16 +308,10 @@ def check_topics(bus: Bus, config: Config) -> None:
 
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
     """Return the run's first record, if any. Raises InvariantBroken for a changed one."""
-    partition = TopicPartition(topics.control, 0)
-    if topics.control not in bus.topics():
-        return None
-    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
-        first = next(records, None)
-    fact = None if first is None else decode_control(first.value)
-    if not isinstance(fact, RunStarted):
-        return None
-    fact.check_config()
-    return fact
+    first = run_started_in(bus, topics) if topics.control in bus.topics() else None
+    if first is not None:
+        first.check_config()
+    return first
 
 
 def run_started(
@@ -435,7 +426,6 @@ def resume_commands(stored: Config, config: Config) -> list[Command]:
 
 
 def _with_teacher_of(stored: Config, config: Config) -> Config:
-    """Add the run's teacher digest, which no file contains."""
     if not config.teacher.path or config.teacher.digest:
         return config
     teacher = msgspec.structs.replace(config.teacher, digest=stored.teacher.digest)
@@ -518,8 +508,13 @@ def _lost(directory: RunDir, why: str) -> LogTruncated:
 def _named(bus: Bus, topics: Topics) -> tuple[set[str], int]:
     digests: set[str] = set()
     trainers = 0
-    for value in _naming(bus, topics):
-        match decode_control(value):
+    if topics.control not in bus.topics():
+        return digests, trainers
+    partition = TopicPartition(topics.control, 0)
+    for record in records_of(bus, {partition: bus.end(partition)}):
+        if not any(kind in record.value for kind in NAMING):
+            continue
+        match decode_control(record.value):
             case RunStarted() as fact:
                 digests.add(fact.policy.digest)
             case StepCommitted() as fact:
@@ -529,16 +524,6 @@ def _named(bus: Bus, topics: Topics) -> tuple[set[str], int]:
             case _:
                 pass
     return digests, trainers
-
-
-def _naming(bus: Bus, topics: Topics) -> Iterator[bytes]:
-    if topics.control not in bus.topics():
-        return
-    partition = TopicPartition(topics.control, 0)
-    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
-        for record in records:
-            if any(kind in record.value for kind in NAMING):
-                yield record.value
 
 
 def _versions(directory: RunDir) -> set[str]:

@@ -163,7 +163,6 @@ def look(
 
 
 def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
-    """Return whether a prompt starts no episode of user code."""
     tools_alone = task.kind == "dataset" and not task.mcp
     return not task.has_agent and (single_turn or tools_alone)
 

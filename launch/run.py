@@ -180,7 +180,6 @@ def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:
-    """Raise ConfigError for a copied directory, whose name refers to the original run."""
     if not directory.was_started:
         return
     run, called = directory.config().run.name, directory.path.resolve().name

@@ -47,21 +47,13 @@ class RunFailed(DoraError):
         self.exit_code = code  # type: ignore[misc]
 
 
-def _none() -> int:
-    return 0
-
-
-def _never(name: str) -> int:
-    return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
     """Worker roles; the run continues until the last one ends."""
 
     names: Collection[str] = ()
-    elsewhere: Callable[[], int] = _none
-    served: Callable[[str], int] = _never
+    elsewhere: Callable[[], int] = lambda: 0
+    served: Callable[[str], int] = lambda name: 0
 
 
 Start = Callable[[str], subprocess.Popen[bytes]]

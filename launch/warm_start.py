@@ -108,7 +108,7 @@ class RowEncoder:
         if messages is not None:
             ids, mask = self._conversation_ids(messages, row.get(TOOLS))
             return Example(token_ids=ids, mask=mask)
-        prompt, answer = row.get(self._column(row)), self._answer(row)
+        prompt, answer = row.get(_column(row)), row.get("answer")
         if not isinstance(prompt, str) or not isinstance(answer, str):
             odd = "answer" if isinstance(prompt, str) else "prompt"
             raise TaskError(f"no text in `{odd}`", hint=FORMS)
@@ -124,31 +124,25 @@ class RowEncoder:
         yield from unshown_columns(rows, (), tools=chat)
         for number, row in enumerate(rows):
             texts = [message.get("content") for message in self._messages(row) or ()]
-            for text in texts or [row.get(self._column(row)), self._answer(row)]:
+            for text in texts or [row.get(_column(row)), row.get("answer")]:
                 if isinstance(text, str) and (token := self._tokenizer.spelled(text)):
                     spelled = f"row {number} contains control token {token}"
                     yield f"{spelled} as text (task.special_tokens)"
                     return
 
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
-        task, column = self._config.task, self._column(row)
+        task, column = self._config.task, _column(row)
         if not isinstance(row.get(column), str | list):
             return None
         chat = column == "messages" or bool(task.chat or task.system_prompt)
         asked, reply = prompt_of(row[column], chat=chat, system=task.system_prompt)
         if isinstance(asked, str):
             return None
-        if reply is None and isinstance(answer := self._answer(row), str):
+        if reply is None and isinstance(answer := row.get("answer"), str):
             reply = {"role": "assistant", "content": answer}
         if reply is None and column != "messages":
             raise TaskError("no text in `answer`", hint=FORMS)
         return asked if reply is None else [*asked, reply]
-
-    def _column(self, row: Row) -> str:
-        return "messages" if row.get("messages") is not None else "prompt"
-
-    def _answer(self, row: Row) -> Any:
-        return row.get("answer")
 
     def _conversation_ids(
         self, messages: list[dict[str, Any]], tools: Any
@@ -169,6 +163,10 @@ class RowEncoder:
             return self._chat.training_ids(normalized, tool_schemas(tools))
         except NoAnswer as error:
             raise TaskError(str(error)) from None
+
+
+def _column(row: Row) -> str:
+    return "messages" if row.get("messages") is not None else "prompt"
 
 
 def _say_day(model: Path, now_ns: int) -> None:

@@ -7,12 +7,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import DoraError, SchemaError
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.builder import CatalogueBuilder
 from dora_pipe.ledger.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
-from dora_pipe.ledger.follower import POLLS_MAX, WAIT_S, LogFollower
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 
@@ -102,11 +103,8 @@ def last_round(bus: Bus, topics: Topics, end: int) -> Round | None:
     """Return the last round before `end`. Raises BusError."""
     partition = TopicPartition(topics.decisions, 0)
     last: Round | None = None
-    with closing(bus.reader({partition: max(bus.begin(partition), end - TAIL)})) as reader:
-        for _ in range(POLLS_MAX):
-            if reader.position(partition) >= end:
-                break
-            for record in reader.poll(timeout_s=WAIT_S, records_max=TAIL):
-                with suppress(SchemaError):
-                    last = decode_round(record.value)
+    start = max(bus.begin(partition), end - TAIL)
+    for record in records_of(bus, {partition: end}, start=start):
+        with suppress(SchemaError):
+            last = decode_round(record.value)
     return last

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora_pipe.bus.base import records_until
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import TopicPartition
@@ -169,12 +169,11 @@ def read_statuses(
 
 
 def _read(bus: Bus, partition: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
-    with closing(bus.reader({partition: start})) as reader:
-        for record in records_until(reader, {partition: end}):
-            with suppress(SchemaError):  # lossy; audit reports it
-                status = decode_metrics(record.value)
-                if not isinstance(status, Unknown):
-                    yield status
+    for record in records_of(bus, {partition: end}, start=start):
+        with suppress(SchemaError):  # lossy; audit reports it
+            status = decode_metrics(record.value)
+            if not isinstance(status, Unknown):
+                yield status
 
 
 def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:

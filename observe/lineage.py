@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 
-from dora_pipe.bus.base import records_until
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError, UsageError
 from dora_pipe.core.pure.records import TopicPartition
@@ -40,7 +40,7 @@ def newest_version(bus: Bus, topics: Topics) -> int:
 
 def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Manifest]:
     """Return the first record and the manifest of a version. Raises UsageError if there is none."""
-    first = _run_started(bus, topics)
+    first = run_started_in(bus, topics)
     if first is not None and version == 0:
         return first, first.policy
     policies = {} if first is None else _Policies(bus, topics).by_version
@@ -52,10 +52,10 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
     )
 
 
-def _run_started(bus: Bus, topics: Topics) -> RunStarted | None:
+def run_started_in(bus: Bus, topics: Topics) -> RunStarted | None:
     partition = TopicPartition(topics.control, 0)
-    with closing(bus.reader({partition: 0})) as reader:
-        for record in records_until(reader, {partition: bus.end(partition)}):
+    with closing(records_of(bus, {partition: bus.end(partition)})) as records:
+        for record in records:
             with suppress(SchemaError):
                 fact = decode_control(record.value)
                 if isinstance(fact, RunStarted):

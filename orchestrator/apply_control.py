@@ -302,7 +302,6 @@ def _present(
 
 
 def _living(state: State, name: str, incarnation: int) -> Worker | None:
-    """Return the worker; None, counted as fenced, for an old incarnation."""
     worker = state.workers.get(name)
     if worker is None or worker.incarnation != incarnation:
         state.counters.fenced += 1

@@ -399,13 +399,8 @@ def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None
     assert state.config is not None
     evaluation = watched.watched_evaluation(state.config)
     assert evaluation is not None
-    rewards = [
-        result.reward
-        for result in group.results
-        if result is not None and result.reward is not None
-    ]
     groups = _rows(state, evaluation)
-    state.watched = watched.ended(before, group.spec.version, rewards, groups=groups)
+    state.watched = watched.ended(before, group.spec.version, group.rewards, groups=groups)
 
 
 def may_cancel(state: State, group: Group) -> bool:

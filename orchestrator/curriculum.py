@@ -99,11 +99,7 @@ def note_ended(state: State, group: Group) -> None:
     task = next((task for task in state.config.tasks if task.name == spec.task), None)
     if spec.purpose != "train" or task is None or not has_curriculum(task):
         return
-    rewards = [
-        result.reward
-        for result in group.results
-        if result is not None and result.reward is not None
-    ]
+    rewards = group.rewards
     held = state.curricula.setdefault(spec.source, Curriculum()).held
     held.append(PendingOutcome(spec.index, fsum(rewards) / len(rewards), spec.version))
     if len(held) >= HELD_BATCHES * state.config.rollout.prompts_per_step:

@@ -204,7 +204,6 @@ class Leaves:
         return len(raw)
 
     def _own(self, number: int) -> dict[str, bytes]:
-        """Return a bucket's leaves for writing."""
         leaves = self._bytes.get(number)
         if leaves is None:
             leaves = self._bytes[number] = {}
@@ -219,5 +218,4 @@ def _share(count: int, rounds: int) -> int:
 
 
 def _alone(worker: Worker) -> dict[str, Any]:
-    """Return a worker without its requests."""
     return {name: getattr(worker, name) for name in worker.__struct_fields__ if name != "requests"}

@@ -98,6 +98,12 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
         """Return the sort key among the finished groups."""
         return Finished(self.spec.deadline, self.spec.ordinal, self.spec.group)
 
+    @property
+    def rewards(self) -> list[float]:
+        """Return the valid rewards, by sample index."""
+        rewards = (result.reward for result in self.results if result is not None)
+        return [reward for reward in rewards if reward is not None]
+
     def taken(self) -> TakenGroup:
         """Return the group as a batch lists it, trajectories in order."""
         ended = [

@@ -76,7 +76,6 @@ class _FreeSlots:
 
 
 def _free_slots_on(worker: Worker) -> int:
-    """Return free slots; departing requests still occupy theirs."""
     if not worker.moves or not worker.open:
         return 0
     return max(0, min(worker.slots - worker.load, worker.room))
@@ -90,7 +89,6 @@ def _to_sleep(state: State) -> Iterator[Moved]:
 
 
 def _drained(state: State) -> Iterator[Moved]:
-    """Move to free slots; the rest finishes."""
     free_slots: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.draining):
         worker = state.index.draining[name]
@@ -177,7 +175,6 @@ def _empty(worker: Worker, names: list[str], free_slots: _FreeSlots, why: str) -
 
 
 def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
-    """Return older workers whose requests fit elsewhere, and those slots."""
     spare: list[Worker] = []
     free_slots: dict[int, _FreeSlots] = {}
     for version in sorted(state.index.hosts):
@@ -214,7 +211,6 @@ def staying(state: State, worker: Worker) -> list[str]:
 
 
 def _fits(state: State, worker: Worker, names: list[str], free: int, *, rested: bool) -> bool:
-    """Report whether a worker can be emptied."""
     if not worker.moves or worker.loading or worker.arriving or len(names) > free:
         return False
     if rested and state.now_ns - worker.target_ns < worker.load_ns:

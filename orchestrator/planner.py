@@ -71,8 +71,6 @@ A group's cancels and end, an admitted group's placements, a batch and an evalua
 
 @dataclass(slots=True)
 class _Scheduling:
-    """Requests of one group placed on one worker."""
-
     spec: GroupSpec
     worker: Worker
     reason: str
@@ -360,7 +358,6 @@ def _dispatch_evaluation(draft: Draft) -> None:
 
 
 def _assign(draft: Draft) -> None:
-    """Assign orphaned versions first, then the newest."""
     state = draft.state
     if draft.full or not (state.index.idle or state.partial_rollout or state.residents):
         return
@@ -443,7 +440,6 @@ def _migrate(draft: Draft) -> None:
 
 
 def _admit(draft: Draft) -> None:
-    """Admit groups while a slot is free."""
     state = draft.state
     hosts = state.index.hosts.get(state.version)
     if hosts is None or state.version in state.queues or draft.full:

@@ -203,7 +203,6 @@ def lacking(
 
 
 def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int, int] | None:
-    """Return the first deadline with more groups due than steps can take, and the excess."""
     due = 0
     for deadline in sorted(deadlines):
         due += deadlines[deadline]

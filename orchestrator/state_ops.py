@@ -557,25 +557,12 @@ def outcome_of(group: Group, rules: Rollout, *, over: bool = False) -> Verdict |
         return Verdict(outcome="failed", why=why)
     if not ended and group.valid < size:
         return None
-    if rules.filter_zero_advantage and _all_equal(group):
+    if rules.filter_zero_advantage and len(set(group.rewards)) <= 1:
         return Verdict(outcome="filtered", why="all valid rewards are equal: no advantage")
     return COMPLETE
 
 
 def _evaluated(group: Group) -> Verdict:
-    rewards = [
-        result.reward
-        for result in group.results
-        if result is not None and result.reward is not None
-    ]
+    rewards = group.rewards
     mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no valid reward"
     return Verdict(outcome="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
-
-
-def _all_equal(group: Group) -> bool:
-    rewards = {
-        result.reward
-        for result in group.results
-        if result is not None and result.reward is not None
-    }
-    return len(rewards) <= 1

@@ -23,6 +23,7 @@ from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.safetensors_file import (
     Entry,
     TensorSource,
+    content_of,
     mapped,
     narrowed,
     read_entries,
@@ -80,12 +81,10 @@ class Adapter:
 
 
 def a_name(layer: str) -> str:
-    """Return the name of a layer's A in a file."""
     return f"{PREFIX}{layer}{A}"
 
 
 def b_name(layer: str) -> str:
-    """Return the name of a layer's B in a file."""
     return f"{PREFIX}{layer}{B}"
 
 
@@ -96,11 +95,6 @@ def base_tensors(base: str, scale: float) -> list[TensorSource]:
         TensorSource(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
         TensorSource(name=SCALE, dtype="F32", shape=(1,), data=lambda: factor),
     ]
-
-
-def adapter_sources(adapter: Adapter) -> list[TensorSource]:
-    """Return all tensors of an adapter file."""
-    return [*_peft_sources(adapter), *base_tensors(adapter.base, adapter.scale)]
 
 
 def base_of(path: Path) -> str | None:
@@ -174,16 +168,12 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
     with ExitStack() as stack:
         data = stack.enter_context(mapped(base))
         entries = read_entries(base)
+        scale = adapter.scale
         layers = {f"{layer}.weight": pair for layer, pair in adapter.pairs.items()}
         if odd := sorted(layers.keys() - {entry.name for entry in entries}):
             raise PolicyError(f"the adapter does not fit {base}: it has no tensor {odd[0]!r}")
         sources = [
-            TensorSource(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                data=_merged(base, entry, data, layers.get(entry.name), adapter.scale),
-            )
+            TensorSource.of(entry, _merged(base, entry, data, layers.get(entry.name), scale))
             for entry in entries
         ]
         return write_tensors(path, sources)
@@ -192,7 +182,7 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
 def write_peft(directory: Path, adapter: Adapter) -> None:
     """Write peft's format without a base model path. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(directory / WEIGHTS, _peft_sources(adapter))
+    write_tensors(directory / WEIGHTS, peft_sources(adapter))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -208,7 +198,7 @@ def write_peft(directory: Path, adapter: Adapter) -> None:
     (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _peft_sources(adapter: Adapter) -> Iterator[TensorSource]:
+def peft_sources(adapter: Adapter) -> Iterator[TensorSource]:
     kind = "BF16" if adapter.dtype == "bfloat16" else "F32"
     for layer, pair in adapter.pairs.items():
         for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
@@ -250,9 +240,7 @@ def _bytes_of(kind: str, numbers: np.ndarray[Any, np.dtype[np.floating[Any]]]) -
 def _merged(
     path: Path, entry: Entry, data: memoryview, pair: tuple[Array, Array] | None, scale: float
 ) -> Callable[[], bytes]:
-    def plain() -> bytes:
-        return bytes(data[entry.start : entry.end])
-
+    plain = partial(content_of, entry, data)
     if pair is None:
         return plain
     a, b = pair

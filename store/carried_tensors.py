@@ -54,15 +54,7 @@ class CarriedTensors:
 
     def sources(self) -> list[TensorSource]:
         """Return sources that read lazily."""
-        return [
-            TensorSource(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                data=partial(self._read, entry),
-            )
-            for entry in self._entries
-        ]
+        return [TensorSource.of(entry, partial(self._read, entry)) for entry in self._entries]
 
     def _read(self, entry: Entry) -> memoryview:
         buffer = memoryview(bytearray(entry.end - entry.start))

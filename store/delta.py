@@ -23,7 +23,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,7 +139,7 @@ def write_delta(
             for entry in new
             for start in _starts(math.prod(entry.shape))
         ]
-        packed = beside(_done, jobs, sum(entry.end - entry.start for entry in new))
+        packed = beside(lambda job: job(), jobs, sum(entry.end - entry.start for entry in new))
         tensors, changed = _written(out, new, old, packed)
         head = _Head(
             before=digest_before,
@@ -189,10 +189,6 @@ def _written(
         if any(block.count for block in blocks) or _same(entry, old) is None:
             tensors.append(Changed(entry.name, entry.dtype, entry.shape, tuple(blocks)))
     return tensors, changed
-
-
-def _done(job: Callable[[], _Packed]) -> _Packed:
-    return job()
 
 
 def _same(entry: Entry, old: Mapping[str, Entry]) -> Entry | None:
@@ -356,7 +352,6 @@ def parse_delta(data: memoryview, where: str) -> Delta:
 
 
 def _wrong(tensor: Changed) -> str:
-    """Return why a tensor is invalid, or empty."""
     if tensor.dtype not in DTYPE_BYTES or is_odd(tensor.shape):
         return "unknown type or shape"
     if len(tensor.blocks) != len(_starts(tensor.size)):

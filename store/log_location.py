@@ -43,8 +43,6 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _synced(self) -> bool:
-        """Return whether blobs are synced before their records, as the log itself is (Kafka is
-        not)."""
         as_kafka = self.bus is not None and not self.bus.blob_fsync
         return not (as_kafka and self.url.startswith("kafka:"))
 

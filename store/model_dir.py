@@ -189,7 +189,6 @@ def embedding_rows(config: Mapping[str, Any]) -> int | None:
 
 
 def _nearest_folder(missing: Path) -> str:
-    """Return a hint: a similarly named directory, else the expected files."""
     folder = next(parent for parent in missing.absolute().parents if parent.is_dir())
     name = missing.absolute().relative_to(folder).parts[0]
     with suppress(OSError):  # unreadable directory
@@ -306,7 +305,6 @@ def _source(located: _Located, page: memoryview, dtype: PolicyDtype) -> TensorSo
 
 
 def _converted(dtype: str, stored: str, data: memoryview) -> bytes:
-    """Convert numbers by way of float32."""
     if dtype == stored:
         return bytes(data)
     given = np.frombuffer(data, dtype=_CONVERTED[dtype])

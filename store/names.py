@@ -65,11 +65,6 @@ def is_weights(path: Path, digest: str) -> bool:
         return False
 
 
-def is_named(path: Path) -> bool:
-    """Return whether the content matches the name."""
-    return is_weights(path, path.stem)
-
-
 def makes_version(path: Path, digest: str) -> bool:
     """Return whether a delta is undamaged and makes this version."""
     try:

@@ -87,7 +87,6 @@ def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:
 
 
 def _storage(tensor: Any) -> int:
-    """Return an id of the memory, also for meta tensors."""
     address: int = tensor.untyped_storage()._cdata
     return address
 

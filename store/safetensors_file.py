@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -189,7 +190,6 @@ def _header_length(path: Path | str, first: bytes, size: int) -> int:
 
 
 def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
-    """Return contiguous entries that match their shapes, in file order."""
     entries: list[Entry] = []
     position = 0
     for name, tensor in sorted(declared.items(), key=lambda item: item[1].data_offsets):
@@ -244,16 +244,13 @@ def count_non_finite(dtype: str, data: memoryview) -> int:
     count = 0
     for start in range(0, len(data), PIECE_BYTES):
         with data[start : start + PIECE_BYTES] as piece:
-            count += _count(dtype, piece)
+            if dtype == "BF16":
+                bits = np.frombuffer(piece, dtype="<u2") & _BF16_EXPONENT
+                count += int(np.count_nonzero(bits == _BF16_EXPONENT))
+            else:
+                numbers = np.frombuffer(piece, dtype=_FLOATS[dtype])
+                count += int(np.count_nonzero(~np.isfinite(numbers)))
     return count
-
-
-def _count(dtype: str, data: memoryview) -> int:
-    if dtype == "BF16":
-        bits = np.frombuffer(data, dtype="<u2") & _BF16_EXPONENT
-        return int(np.count_nonzero(bits == _BF16_EXPONENT))
-    numbers = np.frombuffer(data, dtype=_FLOATS[dtype])
-    return numbers.size - int(np.count_nonzero(np.isfinite(numbers)))
 
 
 def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
@@ -270,12 +267,10 @@ def refuse_non_finite_file(path: Path) -> None:
     with mapped(path) as data:
         for entry in entries:
             with data[entry.start : entry.end] as part:
-                count = count_non_finite(entry.dtype, part)
-            if count:
-                raise PolicyError(
-                    f"{path}: tensor {entry.name!r}: {count:,} numbers are NaN or infinite",
-                    hint=WEIGHTS_HINT,
-                )
+                try:
+                    refuse_non_finite(entry.name, entry.dtype, part)
+                except NonFinite as error:
+                    raise PolicyError(f"{path}: {error.message}", hint=WEIGHTS_HINT) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +281,11 @@ class TensorSource:
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], bytes | memoryview]
+
+    @classmethod
+    def of(cls, entry: Entry, data: Callable[[], bytes | memoryview]) -> TensorSource:
+        """Return a source with an entry's name, type and shape."""
+        return cls(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=data)
 
     @property
     def bytes(self) -> int:
@@ -339,14 +339,12 @@ def file_sources(path: Path) -> Iterator[list[TensorSource]]:
     """Yield a file's tensors as sources. Raises PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
+        yield [TensorSource.of(entry, partial(content_of, entry, data)) for entry in entries]
 
-        def of(entry: Entry) -> Callable[[], bytes]:
-            return lambda: bytes(data[entry.start : entry.end])
 
-        yield [
-            TensorSource(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=of(entry))
-            for entry in entries
-        ]
+def content_of(entry: Entry, data: memoryview) -> bytes:
+    """Return a copy of a tensor's bytes."""
+    return bytes(data[entry.start : entry.end])
 
 
 def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:

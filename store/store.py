@@ -50,7 +50,6 @@ from dora_pipe.store.names import (
     delta_name,
     digest_in,
     file_sha256,
-    is_named,
     is_weights,
     makes_version,
     weights_name,
@@ -222,7 +221,6 @@ class PolicyStore:
         return manifest
 
     def _here(self, digest: str) -> Path | None:
-        """Return a verified local file; delete a damaged copy."""
         path, copy = self.weights_path(digest), self._made_path(digest)
         if copy.is_file():
             if is_noted_as(copy, digest, self._clock):
@@ -294,13 +292,12 @@ class PolicyStore:
         try:
             self.make(digest, path, here)
         except PolicyError:
-            if not (bases and self._is_copy(bases[0])) or is_named(bases[0]):
+            if not (bases and self._is_copy(bases[0])) or is_weights(bases[0], bases[0].stem):
                 raise
             self._forget(bases[0])
             self.make(digest, path, self._here)
 
     def _whole_or_none(self, digest: str) -> Path | None:
-        """Return the full checkpoint, or None if missing or replaceable by a delta."""
         if not self.has_whole(digest):
             return None
         try:
@@ -436,7 +433,7 @@ class PolicyStore:
         LOG.warning("%s in %s was damaged; the full version is restored", name, self.where)
         return True
 
-    def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
+    def publish_blob(self, kind: BlobKind, write: Callable[[Path], object]) -> Blob:
         """Write and publish a blob. Raises ResourceError."""
         with self._temporary(self.root / kind) as path:
             write(path)
@@ -510,7 +507,6 @@ class PolicyStore:
         return deleted
 
     def _publish(self, path: Path, name: str) -> None:
-        """Publish durably; a remote store keeps a local copy."""
         self._files.put(path, name)
         if self._remote:
             path.replace(self.root / name)

@@ -17,7 +17,8 @@ from typing import Final
 import msgspec
 
 from dora_pipe.audit.auditor import audit, raise_if_broken
-from dora_pipe.audit.reading import horizon_of, records_of
+from dora_pipe.audit.reading import horizon_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import read_catalogue

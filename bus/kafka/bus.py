@@ -330,7 +330,6 @@ class KafkaReader(Reader):
             ) from error
 
     def _pass_trimmed(self) -> bool:
-        """Reset out-of-range positions of trimmed topics; return whether any was."""
         with self._errors():
             assigned = list(self._consumer.assignment())
             begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))

@@ -205,7 +205,6 @@ def _number(topic: TopicFacts, name: str, default: int) -> int:
 
 
 def _alter(topic: TopicFacts) -> str:
-    """Return Kafka's command up to the setting, to be pasted."""
     options = f"--bootstrap-server {topic.servers} --alter"
     return f"kafka-configs.sh {options} --topic {topic.name} --add-config"
 

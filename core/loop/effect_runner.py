@@ -229,7 +229,6 @@ class EffectRunner:
 
 
 def _logged(what: str, error: Exception) -> Exception:
-    """Log an error, with source lines if internal."""
     places = "" if isinstance(error, DoraError) else _places(error)
     LOG.warning("%s failed: %s%s", what, reason(error), places)
     return error

@@ -80,7 +80,6 @@ class JsonEndpoint:
         return answer
 
     async def _ask(self, path: str, content: bytes) -> tuple[int, bytes]:
-        """Return status and body; the limit covers the whole call."""
         body = bytearray()
         async with (
             asyncio.timeout(self._timeout_s),

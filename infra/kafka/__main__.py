@@ -26,14 +26,11 @@ def main() -> int:
     parser.add_argument("--tools", action="store_true", help="write Kafka's own commands")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     options = parser.parse_args()
-    if missing := kafka.missing_tools():
-        sys.stderr.write(f"error: {' and '.join(missing)} not found\n")
-        sys.stderr.write("hint: Kafka without containers needs Java 17 and Maven\n")
-        return 1
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _tools(options.folder) if options.tools else _run(options)
+        if missing := kafka.missing_tools():
+            raise kafka.BrokerError(f"{' and '.join(missing)} not found; needs Java 17 and Maven")
+        return _run(options)
     except KeyboardInterrupt:
         return 0
     except kafka.BrokerError as error:
@@ -41,21 +38,18 @@ def main() -> int:
         return 1
 
 
-def _tools(folder: Path | None) -> int:
-    folder = (folder or kafka.CACHE / "bin").resolve()
-    kafka.write_tools(folder)
-    sys.stdout.write(f"{', '.join(kafka.TOOLS)}\nexport PATH={folder}:$PATH\n")
-    return 0
-
-
 def _run(options: argparse.Namespace) -> int:
-    single = options.brokers == 1
-    folder = options.folder or kafka.CACHE / ("single" if single else "cluster")
-    brokers: kafka.KafkaBroker | kafka.KafkaCluster
-    if single:
-        brokers = kafka.KafkaBroker(folder, port=options.port or 9_092, host=options.host)
-    else:
-        brokers = kafka.KafkaCluster(folder, port=options.port or 29_092)
+    kind = "bin" if options.tools else "single" if options.brokers == 1 else "cluster"
+    folder = (options.folder or kafka.CACHE / kind).resolve()
+    if options.tools:
+        kafka.write_tools(folder)
+        sys.stdout.write(f"{', '.join(kafka.TOOLS)}\nexport PATH={folder}:$PATH\n")
+        return 0
+    brokers: kafka.Brokers = (
+        kafka.KafkaBroker(folder, port=options.port or 9_092, host=options.host)
+        if kind == "single"
+        else kafka.KafkaCluster(folder, port=options.port or 29_092)
+    )
     try:
         brokers.start()
         sys.stdout.write(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it\n")

@@ -3,13 +3,10 @@
     with KafkaBroker(folder) as broker: broker.kill(); broker.start()  # Same ports and data.
     with KafkaCluster(folder) as cluster: cluster.nodes[0].kill()
 
-A broker dies with the thread that started it. `settings` add to or replace lines of
-server.properties; `format_with` are arguments of `kafka-storage format`.
+A broker dies with the thread that started it.
 """
 
 import fcntl
-import gc
-import os
 import secrets
 import shlex
 import shutil
@@ -18,20 +15,20 @@ import socket
 import subprocess
 import time
 import uuid
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import Self
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "kafka"
 HOST, NODES, PORT_STEP = "127.0.0.1", 3, 10_000
 START_LIMIT_S, STOP_LIMIT_S, TOOL_LIMIT_S, JARS_LIMIT_S = 60, 20, 60, 300
 POLL_S = 0.05
+STARTED = b"Kafka Server started"
+"""What a broker logs once the controllers count it as serving: before that it refuses topics."""
+CLUSTER_ID = "4L6g3nShT-eMCtK--X86sw"
 PORTS = range(10_000, 32_000)
 """Ports below those of outgoing connections, which could take one while a broker is down."""
 JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
@@ -49,18 +46,10 @@ class BrokerError(RuntimeError):
     """A broker or tool failed; the message ends with the end of its log."""
 
 
-class Listener(NamedTuple):
-    """An additional listener of a broker; `advertised` is `host:port` of a proxy."""
-
-    name: str
-    protocol: str = "PLAINTEXT"
-    advertised: str = ""
-
-
 class Brokers:
     """Brokers that start and end together."""
 
-    nodes: "Sequence[KafkaBroker]"
+    nodes: "list[KafkaBroker]"
 
     @property
     def bootstrap(self) -> str:
@@ -69,18 +58,13 @@ class Brokers:
 
     def start(self) -> None:
         """Start every broker that does not run; return when all take part. Raises BrokerError."""
-        nodes = self.nodes
-        if not all(node.formatted for node in nodes):
-            for node in nodes:
-                if not node.fixed:
-                    node.port = free_ports(len(node.listeners) + 1)[0]
-            with ThreadPoolExecutor(len(nodes)) as pool:
-                list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(KafkaBroker.format, self.nodes))
         try:
-            for node in nodes:
+            for node in self.nodes:
                 if not node.running:
                     node.launch()
-            for node in nodes:
+            for node in self.nodes:
                 node.await_ready()
         except BrokerError:
             self.kill()
@@ -88,17 +72,24 @@ class Brokers:
 
     def stop(self) -> None:
         """Shut down cleanly."""
-        self._end(signal.SIGTERM)
+        self.end(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL: what was acknowledged must survive it."""
-        self._end(signal.SIGKILL)
+        self.end(signal.SIGKILL)
 
-    def _end(self, number: signal.Signals) -> None:
-        for node in self.nodes:
-            node.signal(number)
-        for node in self.nodes:
-            node.join()
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal, also to paused brokers, and wait until they are gone."""
+        ending = [node.process for node in self.nodes if node.process is not None]
+        for process in ending:
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(number)
+        for process in ending:
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def __enter__(self) -> Self:
         self.start()
@@ -108,81 +99,67 @@ class Brokers:
         self.kill()
 
 
+@dataclass(eq=False)
 class KafkaBroker(Brokers):
-    """A broker that is a controller too. Ports are drawn at the first start; with `port` they are
-    fixed, and data in the folder is used again. `host` is its name for other machines."""
+    """A broker that is a controller too, with the data of its folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        node: int = 1,
-        port: int | None = None,
-        listeners: Sequence[Listener] = (),
-        settings: Mapping[str, str] | None = None,
-        format_with: Sequence[str] = (),
-        host: str = HOST,
-        jvm: Sequence[str] = (),
-    ) -> None:
-        self.folder, self.node, self.host, self.data = folder, node, host, folder / "data"
-        self.listeners = (Listener("PLAINTEXT"), *listeners)
-        self.nodes: Sequence[KafkaBroker] = (self,)
-        self.voters: Sequence[KafkaBroker] = self.nodes
-        self.fixed, self.port = port is not None, port or 0
-        self.formatted = False
-        self._settings, self._format_with, self._jvm = dict(settings or {}), format_with, jvm
-        self._process: subprocess.Popen[bytes] | None = None
+    folder: Path
+    node: int = 1
+    port: int = 0
+    """First of its ports, which are drawn for 0."""
+    host: str = HOST
+    """Its name for other machines."""
+    listeners: Mapping[str, str] = field(default_factory=dict)
+    """Further listeners with their protocols."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Lines that are added to server.properties or replace its lines."""
+    format_with: Sequence[str] = ()
+    """Further arguments of `kafka-storage format`."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.listeners = {"PLAINTEXT": "PLAINTEXT", **self.listeners}
+        self.port = self.port or free_ports(len(self.listeners) + 1)[0]
+        self.nodes = self.voters = [self]
+        self._log, self._log_start = self.folder / "broker.log", 0
 
     @property
     def pid(self) -> int:
         """Process id of the running broker."""
-        assert self._process is not None, "the broker is not running"
-        return self._process.pid
+        assert self.process is not None, "the broker is not running"
+        return self.process.pid
 
     @property
     def running(self) -> bool:
         """Whether its process exists; a paused one runs."""
-        return self._process is not None and self._process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def address(self, listener: str) -> str:
         """`host:port` of a listener."""
-        assert self.port, "the broker was never started"
-        names = [each.name for each in self.listeners]
-        return f"{self.host}:{self.port + names.index(listener)}"
-
-    def pause(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers, until `resume`."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """SIGCONT after `pause`."""
-        os.kill(self.pid, signal.SIGCONT)
+        return f"{self.host}:{self.port + [*self.listeners].index(listener)}"
 
     def log(self) -> str:
         """Everything that the broker printed."""
-        path = self.folder / "broker.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return self._log.read_text(errors="replace")
 
-    def format(self, cluster: str) -> None:
+    def format(self) -> None:
         """Write server.properties, and the data folder of a new member. Raises BrokerError."""
-        if self.data.exists() and not self.fixed:
-            shutil.rmtree(self.data)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "server.properties"
         path.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
-        if not self.data.exists():
-            words = ("format", "-t", cluster, "-c", str(path), *self._format_with)
+        if not (self.folder / "data").exists():
+            words = ("format", "-t", CLUSTER_ID, "-c", str(path), *self.format_with)
             tool("kafka.tools.StorageTool", *words)
-        self.formatted = True
 
     def launch(self) -> None:
         """Start the process; it may not answer yet. Raises BrokerError."""
         for port in range(self.port, self.port + len(self.listeners) + 1):
             if not _free(port):
                 raise BrokerError(f"{HOST}:{port} is already in use")
-        with (self.folder / "broker.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self._jvm),
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = subprocess.Popen(
+                java("kafka.Kafka", str(self.folder / "server.properties")),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -192,49 +169,27 @@ class KafkaBroker(Brokers):
     def await_ready(self) -> None:
         """Return when the broker takes part. Raises BrokerError, and then it does not run."""
         limit = time.monotonic() + START_LIMIT_S
-        with tidied_client():
-            while not _answers(self.bootstrap, self.node):
-                if not self.running or time.monotonic() > limit:
-                    self.kill()
-                    raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
-                time.sleep(POLL_S)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to a running broker, also to a paused one."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.send_signal(number)
-
-    def join(self) -> None:
-        """Wait for its end, and kill it after the limit."""
-        process, self._process = self._process, None
-        if process is not None:
-            try:
-                process.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        while STARTED not in self._log.read_bytes()[self._log_start :]:
+            if not self.running or time.monotonic() > limit:
+                self.kill()
+                raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
+            time.sleep(POLL_S)
 
     def _properties(self) -> dict[str, str]:
-        controller = self.port + len(self.listeners)
-        doors = {
-            listener: f"{listener.name}://{self.address(listener.name)}"
-            for listener in self.listeners
+        bound = [f"{name}://{self.address(name)}" for name in self.listeners]
+        protocols = {"CONTROLLER": "PLAINTEXT", **self.listeners}
+        controllers = {
+            node.node: f"{HOST}:{node.port + len(node.listeners)}" for node in self.voters
         }
-        shown = [f"{door.name}://{door.advertised or self.address(door.name)}" for door in doors]
-        protocols = {"CONTROLLER": "PLAINTEXT"} | {door.name: door.protocol for door in doors}
-        voters = [
-            f"{voter.node}@{HOST}:{voter.port + len(voter.listeners)}" for voter in self.voters
-        ]
         return {
             **read_properties(HERE / "server.properties"),
             "node.id": str(self.node),
-            "controller.quorum.voters": ",".join(voters),
-            "listeners": ",".join([*doors.values(), f"CONTROLLER://{HOST}:{controller}"]),
-            "advertised.listeners": ",".join(shown),
-            "listener.security.protocol.map": ",".join(f"{k}:{v}" for k, v in protocols.items()),
-            "log.dirs": str(self.data),
-            **self._settings,
+            "controller.quorum.voters": ",".join(f"{n}@{door}" for n, door in controllers.items()),
+            "listeners": ",".join([*bound, f"CONTROLLER://{controllers[self.node]}"]),
+            "advertised.listeners": ",".join(bound),
+            "listener.security.protocol.map": ",".join(map(":".join, protocols.items())),
+            "log.dirs": str(self.folder / "data"),
+            **self.settings,
         }
 
 
@@ -244,21 +199,20 @@ class KafkaCluster(Brokers):
     def __init__(
         self,
         folder: Path,
-        *,
-        port: int | None = None,
-        listeners: Sequence[Listener] = (),
+        port: int = 0,
+        listeners: Mapping[str, str] | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        self.nodes: Sequence[KafkaBroker] = tuple(
+        self.nodes = [
             KafkaBroker(
-                folder / f"node-{node}",
-                node=node,
-                port=port and port + (node - 1) * PORT_STEP,
-                listeners=listeners,
+                folder / f"node-{number}",
+                node=number,
+                port=port and port + (number - 1) * PORT_STEP,
+                listeners=listeners or {},
                 settings=read_properties(HERE / "cluster.properties") | dict(settings or {}),
             )
-            for node in range(1, NODES + 1)
-        )
+            for number in range(1, NODES + 1)
+        ]
         for node in self.nodes:
             node.voters = self.nodes
 
@@ -268,20 +222,13 @@ def missing_tools() -> list[str]:
     return [name for name in ("java", "mvn") if shutil.which(name) is None]
 
 
-@contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """Let one process at a time into the cache."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def jars() -> Path:
     """The folder of the broker's jars, copied once by Maven and kept. Raises BrokerError."""
     pom = HERE / "pom.xml"
     folder = CACHE / f"lib-{uuid.uuid5(uuid.NAMESPACE_OID, pom.read_text()).hex[:12]}"
-    with _locked("lock"):
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:  # One process at a time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             part = folder.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -291,27 +238,13 @@ def jars() -> Path:
     return folder
 
 
-def java(*arguments: str, jvm: Sequence[str] = ()) -> list[str]:
-    """The command line of a class of the jars; it dies with the thread that starts it."""
-    tie = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+def java(*arguments: str, tied: bool = True) -> list[str]:
+    """The command line of a class of the jars; `tied`, it dies with the thread that starts it."""
+    tie = ["setpriv", "--pdeathsig", "KILL"] if tied and shutil.which("setpriv") else []
     logging = f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}"
-    archive = jars().with_suffix(".jsa")
+    archive = jars().with_suffix(".jsa")  # Of tests: it halves the time of a start.
     shared = [f"-XX:SharedArchiveFile={archive}"] if archive.exists() else []
-    return [*tie, "java", *JVM, *shared, *jvm, logging, "-cp", f"{jars()}/*", *arguments]
-
-
-@cache
-def archive_classes() -> None:
-    """Keep the loaded classes of one broker, which halves the start of those after it."""
-    archive = jars().with_suffix(".jsa")
-    with _locked("classes.lock"), TemporaryDirectory(dir=CACHE) as folder:
-        if not archive.exists():
-            part = Path(folder) / "part.jsa"
-            broker = KafkaBroker(Path(folder), jvm=[f"-XX:ArchiveClassesAtExit={part}"])
-            broker.start()
-            broker.stop()
-            if part.exists():  # Not where it had to be killed.
-                part.rename(archive)
+    return [*tie, "java", *JVM, *shared, logging, "-cp", f"{jars()}/*", *arguments]
 
 
 def tool(*arguments: str) -> str:
@@ -323,8 +256,8 @@ def write_tools(folder: Path) -> None:
     """Write Kafka's own commands as scripts for a PATH."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, started in TOOLS.items():
-        words = shlex.join([word for word in java(started) if word not in ("--pdeathsig", "KILL")])
-        (folder / name).write_text(f'#!/bin/sh\nexec {words.removeprefix("setpriv ")} "$@"\n')
+        command = shlex.join(java(started, tied=False))
+        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (folder / name).chmod(0o755)
 
 
@@ -332,11 +265,6 @@ def read_properties(path: Path) -> dict[str, str]:
     """Read the settings of a properties file."""
     lines = path.read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
-def new_cluster() -> str:
-    """Make a cluster id; it never looks like an option."""
-    return f"c{secrets.token_urlsafe(16)[1:]}"
 
 
 def free_ports(count: int) -> list[int]:
@@ -348,17 +276,6 @@ def free_ports(count: int) -> list[int]:
             return ports
 
 
-@contextmanager
-def tidied_client() -> Iterator[None]:
-    """Collect the sockets of refused connections, which kafka-python leaves to the collector."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        try:
-            yield
-        finally:
-            gc.collect()
-
-
 def _run(command: Sequence[str], limit_s: float) -> str:
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
@@ -366,26 +283,6 @@ def _run(command: Sequence[str], limit_s: float) -> str:
     if done.returncode:
         raise BrokerError(f"{command[-1]} failed:\n{done.stdout[-2000:]}{done.stderr}")
     return done.stdout
-
-
-def _answers(bootstrap: str, node: int) -> bool:
-    """Whether the broker lists itself as serving: before that it refuses new topics."""
-    from kafka import KafkaAdminClient
-    from kafka.errors import KafkaError
-
-    host, port = bootstrap.split(":")
-    try:  # The client's own retries are slow.
-        socket.create_connection((host, int(port)), timeout=POLL_S).close()
-        admin = KafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
-    except (OSError, KafkaError):
-        return False
-    try:
-        brokers = admin.describe_cluster()["brokers"]
-        return any(broker["broker_id"] == node and not broker["is_fenced"] for broker in brokers)
-    except KafkaError:
-        return False
-    finally:
-        admin.close()
 
 
 def _free(port: int) -> bool:

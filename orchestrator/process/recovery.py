@@ -6,12 +6,11 @@ Both topics are read in step, so memory is bounded by one round and one poll.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_pipe.bus.base import records_until
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
@@ -72,7 +71,7 @@ def read_rounds(
     end = bus.end(decisions)  # Read before control's end: rounds fold only older records.
     control = _Tail(bus, TopicPartition(topics.control, 0), control_from)
     try:
-        for record in _all(bus, decisions, decisions_from, end):
+        for record in records_of(bus, {decisions: end}, start=decisions_from):
             try:
                 round_ = decode_round(record.value)
             except SchemaError as error:
@@ -111,7 +110,7 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
         state, decisions_next = folded.state, folded.at.offset + 1
     run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
-    for record in _all(bus, control, state.control_next, bus.end(control)):
+    for record in records_of(bus, {control: bus.end(control)}, start=state.control_next):
         decoded = read_control(record.value)
         run_started = run_started or isinstance(decoded, RunStarted)
         if isinstance(decoded, RoleStarted) and decoded.role == "orchestrator":
@@ -131,7 +130,7 @@ def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
     for snapshot in candidates(snapshots, topics.run):
         value = None
         if snapshot.offset < end:
-            first = next(_all(bus, decisions, snapshot.offset, end), None)
+            first = next(records_of(bus, {decisions: end}, start=snapshot.offset), None)
             value = first.value if first is not None and first.offset == snapshot.offset else None
         why = fits_log(snapshot, value)
         if not why:
@@ -145,7 +144,7 @@ def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
 class _Tail:
     def __init__(self, bus: Bus, partition: TopicPartition, start: int) -> None:
         self.end = bus.end(partition)
-        self._records = _all(bus, partition, start, self.end)
+        self._records = records_of(bus, {partition: self.end}, start=start)
         self._ahead: Record | None = None
 
     def below(self, position: int) -> list[Record]:
@@ -159,10 +158,3 @@ class _Tail:
 
     def close(self) -> None:
         self._records.close()
-
-
-def _all(
-    bus: Bus, partition: TopicPartition, start: int, end: int
-) -> Generator[Record, None, None]:
-    with closing(bus.reader({partition: start})) as reader:
-        yield from records_until(reader, {partition: end})

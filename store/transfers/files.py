@@ -116,7 +116,6 @@ class MappedFiles:
         return Lost(OTHER_DIGEST)
 
     def _used_bytes(self) -> int:
-        """Return the total bytes after deleting expired files."""
         used, oldest_ns = 0, self._clock.wall_ns() - AGE_MAX_NS
         for path in _files(self._root):
             try:

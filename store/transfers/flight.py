@@ -243,7 +243,6 @@ class _Chunks:
         self._pieces = pieces
         self._sent = sent
         self._done: Callable[[], None] | None = done
-        self._at = 0
 
     def __iter__(self) -> _Chunks:
         return self
@@ -254,7 +253,6 @@ class _Chunks:
             self._sent()
             self._end()
             raise StopIteration
-        self._at += part.size
         column = pa.Array.from_buffers(pa.uint8(), part.size, [None, part])
         return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
 
@@ -268,7 +266,6 @@ class _Chunks:
 
 
 def _split(name: bytes) -> tuple[str, str]:
-    """Split a name. Raises FlightServerError if malformed."""
     match = NAME.fullmatch(name.decode("ascii", "replace"))
     if match is None:
         raise flight.FlightServerError(GONE)

@@ -95,7 +95,6 @@ def _identity(section: Section, run: str) -> Identity:
 
 
 def _token() -> bytes:
-    """Return the token; errors never include it."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if not token:
         raise ConfigError(

@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, Protocol
 
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import BusError, SchemaError
-from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
@@ -18,9 +19,6 @@ from dora_pipe.store.transfers.transfers import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
 """Records per partition, of hundreds of roles."""
-
-READ_TURNS_MAX: Final = 50
-POLL_S: Final = 0.1
 
 LOG = logging.getLogger(__name__)
 
@@ -49,16 +47,9 @@ class PeerFinder:
 
     def _tail(self) -> Iterator[Record]:
         with closing(self._open_bus()) as bus:
-            tps = [
-                TopicPartition(self._topic, number) for number in range(bus.partitions(self._topic))
-            ]
-            ends = {tp: bus.end(tp) for tp in tps}
-            starts = {tp: max(bus.begin(tp), end - TAIL_RECORDS) for tp, end in ends.items()}
-            with closing(bus.reader(starts)) as reader:
-                for _ in range(READ_TURNS_MAX):
-                    if all(reader.position(tp) >= end for tp, end in ends.items()):
-                        return
-                    yield from reader.poll(timeout_s=POLL_S)
+            for tp, end in ends_of(bus, self._topic).items():
+                start = max(bus.begin(tp), end - TAIL_RECORDS)
+                yield from records_of(bus, {tp: end}, start=start)
 
 
 def _note(addresses: dict[str, str], record: Record) -> None:

@@ -26,7 +26,7 @@ from dora_pipe.core.errors import BusError, Fenced, RecordRefused, RecordTooLarg
 from dora_pipe.core.pure.records import Append, TopicPartition
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import PATIENCE_S, appends, catch_up, topic_on
-from tests.support.kafka_broker import KafkaBroker, Listener
+from tests.support.kafka_broker import KafkaBroker, advertise
 
 pytestmark = pytest.mark.kafka
 
@@ -202,8 +202,9 @@ def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
 
 @pytest.mark.slow
 def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_path: Path) -> None:
-    lost = Listener(name="LOST", advertised="no-such-host.invalid:9092")
-    with KafkaBroker(tmp_path, listeners=[lost]) as broker:
+    broker = KafkaBroker(tmp_path, listeners={"LOST": "PLAINTEXT"})
+    advertise(broker, "LOST", "no-such-host.invalid:9092")
+    with broker:
         with pytest.raises(BusError, match=r"sends clients to no-such-host\.invalid:9092"):
             KafkaBus([broker.address("LOST")])
         KafkaBus([broker.bootstrap]).close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,7 +44,7 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 
 def pause(broker: KafkaBroker) -> None:
-    broker.pause()
+    os.kill(broker.pid, signal.SIGSTOP)
     time.sleep(0.5)
 
 
@@ -73,7 +75,7 @@ def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
     with pytest.raises(OutcomeUnknown):
         exclusive.append(texts("not committed"))
     assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
-    broker.resume()
+    os.kill(broker.pid, signal.SIGCONT)
     with pytest.raises(BusError):
         exclusive.append(texts("never"))
     plain.append(texts("again"))
@@ -126,7 +128,7 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
     assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + 2
     with pytest.raises(BusError):
         reader.poll(timeout_s=0.1)
-    broker.resume()
+    os.kill(broker.pid, signal.SIGCONT)
     bus.writer().append(texts("back"))
     records: list[Record] = []
     deadline_s = time.monotonic() + 30

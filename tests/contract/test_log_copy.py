@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.blobs import BlobBus, BlobFiles
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.copy import CopyTarget, FileTarget, FillingTarget, LogCopy, copy_topics

@@ -121,11 +121,13 @@ def test_stream_that_stalls_is_late_and_gives_its_seat_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalled = threading.Event()
+    sent: list[int] = []
     real = ours._Chunks.__next__
 
     def slow(self: Any) -> Any:
-        if self._at and not stalled.is_set():
+        if sent and not stalled.is_set():
             stalled.wait(1.0)
+        sent.append(1)
         return real(self)
 
     monkeypatch.setattr(ours._Chunks, "__next__", slow)

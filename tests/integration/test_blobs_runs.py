@@ -21,9 +21,9 @@ from pyarrow import fs
 from dora_pipe.analysis import replay
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_blobs, prune_blobs
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.blobs import BlobFiles, blob_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.memory import MemoryBus, MemoryLog

@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import OF_DELTAS
 from dora_pipe.consumers.trainer.recovery import read_history

@@ -13,8 +13,7 @@ from dora_pipe.cli import demo as demo_module
 from dora_pipe.cli.demo import demo
 from dora_pipe.core.errors import BusError, UsageError
 from dora_pipe.launch.run_dir import RunDir
-from infra.kafka.broker import tidied_client
-from tests.support.kafka_broker import free_ports
+from tests.support.kafka_broker import free_ports, tidied_client
 
 
 class _Stop(Exception):

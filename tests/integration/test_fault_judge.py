@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch

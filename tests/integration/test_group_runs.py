@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.orchestrator.process.recovery import read_rounds
 from dora_pipe.schemas.control import GroupScored, StepCommitted, TrajectoriesLogged

@@ -12,9 +12,10 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.reading import horizon_of, records_of
+from dora_pipe.audit.reading import horizon_of
 from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
 from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.base import records_of
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.worker.role import sampling_params

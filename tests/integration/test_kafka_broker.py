@@ -6,13 +6,11 @@ import pytest
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import NewTopic
 
-from infra.kafka.broker import new_cluster
 from tests.support.kafka_broker import KafkaBroker, values_of
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
     tmp_path: Path,
 ) -> None:
@@ -30,10 +28,3 @@ def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
         assert values_of(address, "kept", 1) == [b"one"]
         broker.stop()
         assert not broker.log().count("ERROR"), broker.log()
-
-
-def test_a_cluster_id_never_looks_like_an_option() -> None:
-    ids = {new_cluster() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert {len(token_id) for token_id in ids} == {22}
-    assert not [token_id for token_id in ids if token_id.startswith("-")]

@@ -10,7 +10,7 @@ import pytest
 from kafka import KafkaProducer
 from kafka.admin import NewTopic
 
-from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener, values_of
+from tests.support.kafka_broker import KafkaBroker, KafkaCluster, advertise, values_of
 
 pytestmark = [
     pytest.mark.kafka,
@@ -72,8 +72,10 @@ def test_a_cluster_that_was_stopped_has_what_it_had(cluster: KafkaCluster) -> No
 
 
 def test_another_listener_is_another_door_to_the_same_log(tmp_path: Path) -> None:
-    doors = [Listener(name="SECOND"), Listener(name="ELSEWHERE", advertised="127.0.0.1:1")]
-    with KafkaBroker(tmp_path, listeners=doors, settings={"num.partitions": "7"}) as broker:
+    more = dict.fromkeys(("SECOND", "ELSEWHERE"), "PLAINTEXT")
+    broker = KafkaBroker(tmp_path, listeners=more, settings={"num.partitions": "7"})
+    advertise(broker, "ELSEWHERE", "127.0.0.1:1")
+    with broker:
         addresses = {broker.bootstrap, broker.address("SECOND"), broker.address("ELSEWHERE")}
         assert len(addresses) == 3
         producer = KafkaProducer(bootstrap_servers=broker.address("SECOND"))

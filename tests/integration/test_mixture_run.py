@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import export_policy
 from dora_pipe.audit.prune import plan_blobs
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, BlobFiles, blob_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import regenerate
+from dora_pipe.bus.base import records_of
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.engines.engine import SamplingParams

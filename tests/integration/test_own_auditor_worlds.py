@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.pure.records import TopicPartition

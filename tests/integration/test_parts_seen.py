@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.audit.describe import TRACE, describe
 from dora_pipe.audit.export import export_parquet
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.pure.records import TopicPartition

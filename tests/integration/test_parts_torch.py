@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.control import StepCommitted, decode_control

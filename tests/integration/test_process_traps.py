@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.schemas.control import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, Round, TakeBatch, decode_round
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
 from dora_pipe.core.pure.records import Append, Record
 from dora_pipe.schemas.control import (

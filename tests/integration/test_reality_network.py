@@ -19,7 +19,7 @@ from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import PROBE_LIMIT_S, QUIET_LIMIT_S
 from dora_pipe.core.errors import BusError, OutcomeUnknown
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
-from tests.support.kafka_broker import KafkaBroker, Listener
+from tests.support.kafka_broker import KafkaBroker, advertise
 from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -53,8 +53,9 @@ class Line:
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaBroker, Proxy]]:
     folder: Path = tmp_path_factory.mktemp("proxied")
     with Proxy(lambda: broker.address("PROXIED")) as proxy:
-        door = Listener(name="PROXIED", advertised=proxy.address)
-        with KafkaBroker(folder, listeners=[door]) as broker:
+        broker = KafkaBroker(folder, listeners={"PROXIED": "PLAINTEXT"})
+        advertise(broker, "PROXIED", proxy.address)
+        with broker:
             yield broker, proxy
     gc.collect()
 

@@ -12,8 +12,8 @@ from dora_pipe.analysis.change import EMPTY, Change
 from dora_pipe.analysis.replay import StepResult, raise_if_diverged
 from dora_pipe.analysis.retrain import retrain
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
+from dora_pipe.bus.base import records_of
 from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.reading import read_catalogue

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.judge_endpoint import Answer, completion, judge_endpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import WorkerJoined
 from tests.support.kafka_broker import KafkaBroker

@@ -130,7 +130,7 @@ def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, pa
 
 def no_secret_is_anywhere(location: Path, auditor: Path, secure_kafka: KafkaBroker) -> None:
     secrets = [password_of(user).encode() for user in USERS]
-    segments = secure_kafka.data.glob("tiny.*/*.log")
+    segments = (secure_kafka.folder / "data").glob("tiny.*/*.log")
     files = [path for root in (location, auditor) for path in root.rglob("*") if path.is_file()]
     looked = [*files, *segments]
     assert any(path.name == "said" for path in looked)
@@ -149,7 +149,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
     assert 'username = "admin"' in said(directory)
     assert call(directory, "run", "config.toml", *words) == 0, said(directory)
     assert call(directory, "audit", "whole") == 0, said(directory)
-    for path in [*directory.rglob("*"), *secure_kafka.data.glob("whole.*/*.log")]:
+    for path in [*directory.rglob("*"), *(secure_kafka.folder / "data").glob("whole.*/*.log")]:
         assert path.is_dir() or password_of("admin").encode() not in path.read_bytes(), path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.analysis import replay
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.pure.records import TopicPartition

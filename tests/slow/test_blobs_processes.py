@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, blob_of
 from dora_pipe.launch.run_dir import opened
 from tests.support.kafka_broker import KafkaBroker

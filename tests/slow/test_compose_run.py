@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.compose import Containers, Service, read
-from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener, tool
+from tests.support.kafka_broker import KafkaBroker, KafkaCluster, tool
 
 pytest.importorskip("torch")
 pytestmark = [
@@ -34,7 +34,7 @@ def brokers_of(
         if service.is_broker and profile in service.profiles
     ]
     settings = ours[0].plain_settings()
-    listeners = [Listener(name=OUTSIDE)]
+    listeners = {OUTSIDE: "PLAINTEXT"}
     if len(ours) == 1:
         with KafkaBroker(folder, listeners=listeners, settings=settings) as broker:
             yield broker

@@ -51,7 +51,7 @@ def force_another_log(
     wiped.kill()
     lost.kill()
     for topic, partition in parts:
-        shutil.rmtree(wiped.data / f"{topic}-{partition}")
+        shutil.rmtree(wiped.folder / "data" / f"{topic}-{partition}")
     for node in (behind, wiped):
         node.launch()
     for node in (behind, wiped):

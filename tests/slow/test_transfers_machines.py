@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import records_of
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.control import (

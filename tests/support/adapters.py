@@ -9,9 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
-from dora_pipe.store.adapters import Adapter, adapter_sources
+from dora_pipe.store.adapters import Adapter, base_tensors, peft_sources
 from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.safetensors_file import narrowed, read_entries, widened, write_tensors
+from dora_pipe.store.safetensors_file import (
+    TensorSource,
+    narrowed,
+    read_entries,
+    widened,
+    write_tensors,
+)
 from dora_pipe.store.store import PolicyStore
 
 RANK = 4
@@ -50,6 +56,10 @@ def random_adapter(
             out, in_ = entry.shape
             pairs[layer] = (drawn(rank, in_), drawn(out, rank))
     return Adapter(base=digest, scale=2.0, pairs=pairs, dtype=dtype)
+
+
+def adapter_sources(adapter: Adapter) -> list[TensorSource]:
+    return [*peft_sources(adapter), *base_tensors(adapter.base, adapter.scale)]
 
 
 def publish(store: PolicyStore, adapter: Adapter) -> Manifest:

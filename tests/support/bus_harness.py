@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
 from dora_pipe.bus.kafka.client import send

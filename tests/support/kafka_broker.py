@@ -4,25 +4,32 @@ The fixture `kafka_broker` shares one broker per session. Tests that kill broker
 KafkaBroker(tmp_path) as broker`, or `KafkaCluster`.
 """
 
+import fcntl
+import gc
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.errors import KafkaError
 
 from infra.kafka import broker
 from infra.kafka.broker import (
+    CACHE,
     NODES,
     POLL_S,
     BrokerError,
     KafkaBroker,
-    Listener,
-    archive_classes,
     free_ports,
+    jars,
     missing_tools,
-    tidied_client,
     tool,
 )
 from tests.support.tidy import ROOT
@@ -32,16 +39,53 @@ __all__ = [
     "BrokerError",
     "KafkaBroker",
     "KafkaCluster",
-    "Listener",
+    "advertise",
     "archive_classes",
     "free_ports",
     "missing_tools",
+    "tidied_client",
     "tool",
     "values_of",
 ]
 
 WAIT_S = 30.0
 Found = TypeVar("Found")
+
+
+@cache
+def archive_classes() -> None:
+    """Keep the loaded classes of one broker, which halves the start of those after it."""
+    archive = jars().with_suffix(".jsa")
+    with (CACHE / "classes.lock").open("w") as lock, TemporaryDirectory(dir=CACHE) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if archive.exists():
+            return
+        part = Path(folder) / "part.jsa"
+        started = KafkaBroker(Path(folder))
+        started.format()
+        with patch.dict(os.environ, JDK_JAVA_OPTIONS=f"-XX:ArchiveClassesAtExit={part}"):
+            started.start()
+        started.stop()
+        if part.exists():  # not where it had to be killed
+            part.rename(archive)
+
+
+@contextmanager
+def tidied_client() -> Iterator[None]:
+    """Collect the sockets of refused connections, which kafka-python leaves to the collector."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            yield
+        finally:
+            gc.collect()
+
+
+def advertise(node: KafkaBroker, listener: str, address: str) -> None:
+    """Send clients of a listener to another address."""
+    addresses = {name: node.address(name) for name in node.listeners} | {listener: address}
+    words = [f"{name}://{shown}" for name, shown in addresses.items()]
+    node.settings["advertised.listeners"] = ",".join(words)
 
 
 class KafkaCluster(broker.KafkaCluster):

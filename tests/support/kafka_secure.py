@@ -23,7 +23,7 @@ from kafka.admin import (
 )
 
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from tests.support.kafka_broker import ROOT, KafkaBroker, Listener
+from tests.support.kafka_broker import ROOT, KafkaBroker
 
 ROLES = ("orchestrator", "worker", "trainer", "auditor")
 USERS = ("admin", *ROLES, "stranger")
@@ -98,13 +98,13 @@ def secure_broker(folder: Path, certificates: Certificates) -> KafkaBroker:
     ]
     return KafkaBroker(
         folder,
-        listeners=[
-            Listener(name="SECURE", protocol="SASL_SSL"),
-            Listener(name="EXPIRED", protocol="SASL_SSL"),
-            Listener(name="ELSEWHERE", protocol="SASL_SSL"),
-            Listener(name="MUTUAL", protocol="SSL"),
-            Listener(name="CLEAR", protocol="SASL_PLAINTEXT"),
-        ],
+        listeners={
+            "SECURE": "SASL_SSL",
+            "EXPIRED": "SASL_SSL",
+            "ELSEWHERE": "SASL_SSL",
+            "MUTUAL": "SSL",
+            "CLEAR": "SASL_PLAINTEXT",
+        },
         settings=_settings(certificates),
         format_with=scram,
     )

@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TypeVar
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import Command, WorkerJoined

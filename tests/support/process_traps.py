@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.examples import EOS, SPECIAL
 from dora_pipe.launch.run_dir import RunDir

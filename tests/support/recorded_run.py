@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.load import dump_toml
 from dora_pipe.core.pure.records import Append, TopicPartition

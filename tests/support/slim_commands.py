@@ -35,7 +35,7 @@ def lay_out(recorded: RecordedRun, path: Path) -> tuple[Call, ...]:
         Call(words=("show", "recorded", "g0000000010-001"), says="lineage"),
         Call(
             words=("log", "read", "recorded", "trajectories", "--limit", "1", "--json"),
-            says='"sampled"',
+            says='"token_ids"',
         ),
         Call(words=("show", "--json"), says=f'"steps": {STEPS}'),
         Call(words=("log", "topics", "recorded"), says="recorded.dead-letters"),

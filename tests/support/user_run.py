@@ -17,8 +17,8 @@ from typing import IO, Any
 from unittest.mock import patch
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import records_of
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.cli.main import main
 from dora_pipe.core.pure.records import TopicPartition

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from dora_pipe import __version__
 from dora_pipe.cli.app import COMMANDS, app
 from dora_pipe.config.load import ALL_KEYS
 from dora_pipe.config.model import Config
@@ -160,7 +161,5 @@ def _is_key(name: str) -> bool:
     )
 
 
-def test_version_names_the_versions_and_does_not_import_torch(call: Call) -> None:
-    code, shown, _ = call("--version")
-    assert code == 0
-    assert re.fullmatch(r"dora-pipe \S+( \(commit \w+\))?, Python [\d.]+, torch .+\n", shown)
+def test_version_is_the_one_of_the_package(call: Call) -> None:
+    assert call("--version")[:2] == (0, f"dora-pipe {__version__}\n")

@@ -14,7 +14,7 @@ import msgspec
 
 from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.learner import Learner

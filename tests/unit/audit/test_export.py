@@ -16,7 +16,7 @@ import pytest
 from dora_pipe.audit import export
 from dora_pipe.audit.export import JSON, ROW, TextColumns, export_parquet, export_policy
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.core.errors import PolicyError, UsageError
 from dora_pipe.ledger.reading import read_catalogue

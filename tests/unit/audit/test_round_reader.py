@@ -8,15 +8,9 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.reading import (
-    GARBAGE_MIN,
-    gc_paused,
-    read_buried,
-    record_at,
-    records_at,
-    records_of,
-)
+from dora_pipe.audit.reading import GARBAGE_MIN, gc_paused, read_buried, record_at, records_at
 from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.core.errors import BusError

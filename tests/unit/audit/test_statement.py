@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dora_pipe.audit.export import export_policy
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.statement import FILE, write_statement
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.ledger.reading import read_catalogue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.config.checks import ROUND_DECISIONS_MAX, commit_problem, round_bytes
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config

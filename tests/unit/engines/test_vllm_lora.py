@@ -12,9 +12,9 @@ import pytest
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.vllm.lora import CLEARING_SCHEDULER, RANKS, arguments, written
-from dora_pipe.store.adapters import CONFIG, WEIGHTS, adapter_sources
+from dora_pipe.store.adapters import CONFIG, WEIGHTS
 from dora_pipe.store.safetensors_file import TensorSource, read_entries, write_tensors
-from tests.support.adapters import RANK, random_adapter
+from tests.support.adapters import RANK, adapter_sources, random_adapter
 
 LAYER = "model.layers.0.self_attn.q_proj"
 SHAPES = {"model.embed_tokens.weight": (20, 6), f"{LAYER}.weight": (8, 6)}

@@ -15,9 +15,8 @@ from dora_pipe.producers.engines.engine import COUNTER_SAMPLING, KV_EXPORT, LORA
 from dora_pipe.producers.engines.vllm import versions as vllm_versions
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmEngine
-from dora_pipe.store.adapters import adapter_sources
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
-from tests.support.adapters import RANK, random_adapter
+from tests.support.adapters import RANK, adapter_sources, random_adapter
 from tests.support.engine_contract import request, run
 from tests.support.fake_vllm_server import GUARD_S, FakeVllm
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.contributions import contributed
 from dora_pipe.ledger.reading import read_catalogue

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus

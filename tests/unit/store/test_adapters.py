@@ -16,7 +16,6 @@ from dora_pipe.store.adapters import (
     BASE,
     SCALE,
     Adapter,
-    adapter_sources,
     base_of,
     read_adapter,
     stands_on,
@@ -33,7 +32,7 @@ from dora_pipe.store.safetensors_file import (
     write_tensors,
 )
 from dora_pipe.store.store import PolicyStore
-from tests.support.adapters import publish, random_adapter
+from tests.support.adapters import adapter_sources, publish, random_adapter
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 8),

@@ -87,7 +87,7 @@ def test_weights_that_are_not_finite_are_refused_by_tensor_and_count(
     assert str(model_dir) in refused.value.message
     assert refused.value.hint
     assert store.everything() == []
-    with pytest.raises(PolicyError, match=r"tensor 'odd': 2 numbers"):
+    with pytest.raises(PolicyError, match=r"tensor 'odd': 2 of 3 numbers"):
         refuse_non_finite_file(model_dir / "model.safetensors")
 
 

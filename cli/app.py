@@ -60,7 +60,7 @@ COMMANDS: Final[Panels] = {
             "memory models/qwen3-4b --gpus 8x80",
         ),
         "config": (
-            "cli.config:config",
+            "cli.start:config_command",
             "Print a resolved configuration, each key with its meaning.",
             "config mine/config.toml -o run.steps=20",
         ),
@@ -78,13 +78,13 @@ COMMANDS: Final[Panels] = {
         ),
         "top": ("cli.top:top", "Watch a run in the terminal.", "top demo"),
         "sql": (
-            "cli.sql:sql",
+            "cli.log:sql",
             "Query the tables of a run's log in SQL.",
             'sql demo "select step, reward from steps"',
         ),
         "ui": ("cli.pages:ui", "Show runs in a browser.", "ui demo"),
         "metrics": (
-            "cli.metrics:metrics",
+            "cli.pages:metrics",
             "Serve the metrics of a run to Prometheus.",
             "metrics demo --port 9464",
         ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from dora_pipe.audit.report import SAMPLE_OUTCOMES, AuditReport, LengthLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
@@ -11,23 +12,27 @@ from dora_pipe.observe.text import counted
 VIOLATIONS_SHOWN_MAX: Final = 200
 
 
+class Section(NamedTuple):
+    """A table of the report."""
+
+    title: str | None
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
 def print_report(report: AuditReport) -> None:
     """Print every table, the verdict last."""
-    _head(report)
-    _mixed(report)
-    _outcomes(report)
-    _staleness(report)
-    _lengths(report)
-    _engines(report)
-    _notes(report)
-    _violations(report)
-    _checks(report)
-    _unseen(report)
+    emit_line(f"audit of {report.run}")
+    emit_pairs(_head(report))
+    for section in _sections(report):
+        emit_line()
+        emit_table(section.columns, section.rows, title=section.title)
+    emit_table(("outside the scope of audit",), [(line,) for line in report.cannot_see])
     emit_line()
     emit_line(verdict(report))
 
 
-def _head(report: AuditReport) -> None:
+def _head(report: AuditReport) -> dict[str, Any]:
     standings = ", ".join(f"{count} {name}" for name, count in report.standings.items())
     share = report.one_version_share
     served = f"{report.several_versions_seconds:.1f} s of {report.seconds:.1f} s"
@@ -44,65 +49,72 @@ def _head(report: AuditReport) -> None:
         mixed = report.mixed_share
         pairs["C1"] = "off (staleness.partial_rollout)"
         pairs["mixed trajectories"] = "-" if mixed is None else f"{mixed:.2%}"
-    emit_line(f"audit of {report.run}")
-    emit_pairs(pairs)
-    emit_line()
+    return pairs
 
 
-def _mixed(report: AuditReport) -> None:
-    if not report.partial_rollout:
-        return
-    total = sum(report.versions_each.values())
-    rows = [(many, count, f"{count / total:.1%}") for many, count in report.versions_each.items()]
-    title = "C1 is off (partial rollout): versions per trajectory"
-    emit_table(("versions", "trajectories", "share"), rows, title=title)
-    emit_line()
-
-
-def _outcomes(report: AuditReport) -> None:
-    rows = [(line.outcome, line.groups, line.trajectories, line.tokens) for line in report.outcomes]
-    rows.append(
-        (
-            "dispatched",
-            report.dispatched,
-            sum(line.trajectories for line in report.outcomes),
-            sum(line.tokens for line in report.outcomes),
-        )
-    )
-    columns = ("outcome", "groups", "trajectories", "sampled tokens")
-    emit_table(columns, rows, title="C2: outcome of every dispatched group")
-    emit_line()
-
-
-def _staleness(report: AuditReport) -> None:
-    total = sum(report.staleness.values())
-    rows = [
-        (staleness, groups, f"{groups / total:.1%}")
-        for staleness, groups in report.staleness.items()
+def _sections(report: AuditReport) -> Iterator[Section]:
+    if report.partial_rollout:
+        title = "C1 is off (partial rollout): versions per trajectory"
+        heads = ("versions", "trajectories", "share")
+        yield Section(title, heads, _shares(report.versions_each))
+    columns: Sequence[str] = ("outcome", "groups", "trajectories", "sampled tokens")
+    ended = [
+        (line.outcome, line.groups, line.trajectories, line.tokens) for line in report.outcomes
     ]
+    sums = [sum(line.trajectories for line in report.outcomes)]
+    sums.append(sum(line.tokens for line in report.outcomes))
+    rows = [*ended, ("dispatched", report.dispatched, *sums)]
+    yield Section("C2: outcome of every dispatched group", columns, rows)
     bounds = f"maximum {report.staleness_max}, bound {report.staleness_bound}"
     title = f"C3: staleness of trained groups ({bounds})"
-    emit_table(("staleness", "groups", "share"), rows, title=title)
-    emit_line()
+    yield Section(title, ("staleness", "groups", "share"), _shares(report.staleness))
+    yield _lengths(report)
+    total = max(sum(engine.trajectories for engine in report.engines), 1)
+    rows = [
+        (
+            *(f"{engine.engine} {engine.version}", engine.device, engine.dtype, engine.workers),
+            *(engine.trajectories, f"{engine.trajectories / total:.1%}", engine.tokens),
+        )
+        for engine in report.engines
+    ]
+    columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
+    yield Section("tokens by engine (a worker counts once per join)", columns, rows)
+    notes = list(report.notes)
+    for name, missing in report.not_declared.items():
+        notes.append(f"not guaranteed by engine {name}: {', '.join(missing)}")
+    if notes:
+        yield Section(None, ("notes",), [(note,) for note in notes])
+    if not report.holds:
+        yield _violations(report)
+    checks = [
+        (
+            *(line.check, line.holds, line.looked),
+            f"BROKEN {line.violations}x" if line.violations else "ok",
+        )
+        for line in report.checks
+    ]
+    yield Section(None, ("check", "invariant", "compared", ""), checks)
 
 
-def _lengths(report: AuditReport) -> None:
+def _shares(counts: Mapping[int, int]) -> Sequence[Sequence[Any]]:
+    total = sum(counts.values())
+    return [(value, count, f"{count / total:.1%}") for value, count in counts.items()]
+
+
+def _lengths(report: AuditReport) -> Section:
     outcomes = [
         name for name in SAMPLE_OUTCOMES if any(name in line.outcomes for line in report.lengths)
     ]
     rows = [
         (
-            _bucket(line),
-            line.trajectories,
-            line.tokens,
+            *(_bucket(line), line.trajectories, line.tokens),
             *(line.outcomes.get(outcome, 0) for outcome in outcomes),
             "-" if line.trained_share is None else f"{line.trained_share:.1%}",
         )
         for line in report.lengths
     ]
     columns = ("sampled tokens", "trajectories", "tokens", *outcomes, "share trained")
-    emit_table(columns, rows, title="training trajectories by length")
-    emit_line()
+    return Section("training trajectories by length", columns, rows)
 
 
 def _bucket(line: LengthLine) -> str:
@@ -111,48 +123,15 @@ def _bucket(line: LengthLine) -> str:
     return f"{line.low}-{line.high}" if line.low < line.high else str(line.high)
 
 
-def _engines(report: AuditReport) -> None:
-    total = max(sum(engine.trajectories for engine in report.engines), 1)
-    rows = [
-        (
-            f"{engine.engine} {engine.version}",
-            engine.device,
-            engine.dtype,
-            engine.workers,
-            engine.trajectories,
-            f"{engine.trajectories / total:.1%}",
-            engine.tokens,
-        )
-        for engine in report.engines
-    ]
-    columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
-    emit_table(columns, rows, title="tokens by engine (a worker counts once per join)")
-    emit_line()
-
-
-def _notes(report: AuditReport) -> None:
-    notes = list(report.notes)
-    for engine, missing in report.not_declared.items():
-        notes.append(f"not guaranteed by engine {engine}: {', '.join(missing)}")
-    if notes:
-        emit_table(("notes",), [(note,) for note in notes])
-        emit_line()
-
-
-def _violations(report: AuditReport) -> None:
-    if report.holds:
-        return
-    shown = report.violations[:VIOLATIONS_SHOWN_MAX]
-    rows: list[tuple[object, ...]] = [
+def _violations(report: AuditReport) -> Section:
+    rows: list[Sequence[Any]] = [
         (violation.check, violation.subject, violation.message, violation.expected, violation.found)
-        for violation in shown
+        for violation in report.violations[:VIOLATIONS_SHOWN_MAX]
     ]
-    if report.violations_total > len(shown):
-        more = report.violations_total - len(shown)
+    if more := report.violations_total - len(rows):
         rows.append(("", "", f"and {more} more (--json names up to 10 000)", "", ""))
     columns = ("check", "what", "does not hold", "expected", "found")
-    emit_table(columns, rows, title=f"{report.violations_total} violations")
-    emit_line()
+    return Section(f"{report.violations_total} violations", columns, rows)
 
 
 def verdict(report: AuditReport) -> str:
@@ -160,20 +139,3 @@ def verdict(report: AuditReport) -> str:
     word = "holds" if report.holds else "violated"
     violations = counted(report.violations_total, "violation")
     return f"{word}: {violations} in {report.records:,} records"
-
-
-def _checks(report: AuditReport) -> None:
-    rows = [
-        (
-            line.check,
-            line.holds,
-            line.looked,
-            "ok" if not line.violations else f"BROKEN {line.violations}x",
-        )
-        for line in report.checks
-    ]
-    emit_table(("check", "invariant", "compared", ""), rows)
-
-
-def _unseen(report: AuditReport) -> None:
-    emit_table(("outside the scope of audit",), [(line,) for line in report.cannot_see])

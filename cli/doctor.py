@@ -19,11 +19,7 @@ from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.checks import misfits, refuse_topics
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.kafka.cluster import (
-    WANTED_REPLICAS,
-    brokers_of,
-    problems_of,
-)
+from dora_pipe.bus.kafka.cluster import WANTED_REPLICAS, brokers_of, problems_of
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.cli.options import JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_rows
@@ -92,17 +88,15 @@ def _failed(what: str, error: DoraError) -> CheckResult:
 def machine_findings() -> list[CheckResult]:
     """Return the checks that need no log."""
     versions = f"Python {platform.python_version()}, {os.cpu_count()} cores"
-    return [CheckResult("ok", "machine", versions), *_extras(), _disk(), _gpus()]
-
-
-def _extras() -> list[CheckResult]:
-    results = []
+    results = [CheckResult("ok", "machine", versions)]
     for name in ("torch", "transformers", "vllm", "deepspeed"):
         there = importlib.util.find_spec(name) is not None
         extra = "torch" if name == "transformers" else name
         detail = _version(name) if there else f"not installed: {install_hint(extra)}"
         results.append(CheckResult("ok" if there else "note", name, detail))
-    return results
+    free = shutil.disk_usage(Path.cwd()).free
+    state: State = "ok" if free >= FREE_BYTES_MIN else "fail"
+    return [*results, CheckResult(state, "disk", f"{free // 1024**2} MiB free here"), _gpus()]
 
 
 def _version(module: str) -> str:
@@ -113,33 +107,24 @@ def _version(module: str) -> str:
     return "of unknown version"
 
 
-def _disk() -> CheckResult:
-    free = shutil.disk_usage(Path.cwd()).free
-    detail = f"{free // 1024**2} MiB free here"
-    return CheckResult("ok" if free >= FREE_BYTES_MIN else "fail", "disk", detail)
-
-
 def _gpus() -> CheckResult:
     program = shutil.which("nvidia-smi")
     if program is None:
         return CheckResult("note", "gpus", "none: there is no nvidia-smi")
     command = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GPUS_LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_LIMIT_S)
     except subprocess.TimeoutExpired:
         detail = f"nvidia-smi did not answer within {GPUS_LIMIT_S:.0f} s"
         return CheckResult("fail", "gpus", detail)
-    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    lines = (done.stdout or done.stderr).strip().splitlines()
     if done.returncode or not lines:
-        description = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
-        return CheckResult("note", "gpus", description)
-    detail = "; ".join(line.replace(", ", " ", 1) for line in lines)
-    chosen = os.environ.get(VISIBLE)
-    if chosen is not None:
-        detail += f"; {VISIBLE}={chosen}"
-    return CheckResult("ok", "gpus", detail)
+        ended = f"nvidia-smi ended with exit code {done.returncode}"
+        return CheckResult("note", "gpus", lines[0] if lines else ended)
+    words = [line.replace(", ", " ", 1) for line in lines]
+    if VISIBLE in os.environ:
+        words.append(f"{VISIBLE}={os.environ[VISIBLE]}")
+    return CheckResult("ok", "gpus", "; ".join(words))
 
 
 def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
@@ -237,24 +222,22 @@ def _topics(run: str, there: int, expected: int) -> CheckResult:
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
     count = len(bus.ask(brokers_of))
-    enough = count >= WANTED_REPLICAS
-    means = (
-        "they survive the loss of one machine" if enough else "their records are lost with a disk"
-    )
-    yield CheckResult("ok" if enough else "note", "brokers", f"{count}: {means}")
-    if config is not None and topics:
-        results = list(_settings(bus, config, topics))
-        yield from results or [CheckResult("ok", "settings", "of all its topics")]
-
-
-def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[CheckResult]:
+    if count >= WANTED_REPLICAS:
+        yield CheckResult("ok", "brokers", f"{count}: they survive the loss of one machine")
+    else:
+        yield CheckResult("note", "brokers", f"{count}: their records are lost with a disk")
+    if config is None or not topics:
+        return
     facts = bus.facts(topics)
     specs = {spec.name: spec for spec in topic_specs(config)}
+    problems = [problem for topic in facts for problem in problems_of(topic)]
     try:
         refuse_topics(*misfits([(specs[topic.name], topic.spec) for topic in facts]))
     except BusError as error:  # the run would raise it, too
         yield _failed("settings", error)
-    for problem in (each for topic in facts for each in problems_of(topic)):
-        yield CheckResult(
-            "fail" if problem.fatal else "note", "settings", f"{problem.text}; {problem.hint}"
-        )
+    else:
+        if not problems:
+            yield CheckResult("ok", "settings", "of all its topics")
+    for problem in problems:
+        detail = f"{problem.text}; {problem.hint}"
+        yield CheckResult("fail" if problem.fatal else "note", "settings", detail)

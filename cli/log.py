@@ -1,4 +1,4 @@
-"""`log`: create, read and copy the topics of a run."""
+"""`log` and `sql`: create, read and copy the topics of a run; query its tables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from dora_pipe.bus.base import records_of
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
 from dora_pipe.bus.copy import copy_topics
+from dora_pipe.bus.logged import Damage
 from dora_pipe.cli.options import (
     ConfigArgument,
     JsonOption,
@@ -24,7 +25,7 @@ from dora_pipe.cli.options import (
     RunArgument,
     RunsOption,
 )
-from dora_pipe.cli.output import emit_json, emit_line, emit_rows, terminal_columns
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, terminal_columns
 from dora_pipe.cli.progress import progress
 from dora_pipe.core.errors import ConfigError, SchemaError, UsageError, printable
 from dora_pipe.core.pure.records import Record, TopicPartition
@@ -33,6 +34,8 @@ from dora_pipe.launch.copy_run import copy_target
 from dora_pipe.launch.plan import create_topics
 from dora_pipe.launch.run import load_wanted
 from dora_pipe.launch.run_dir import OpenRun, opened, run_dir
+from dora_pipe.ledger.calls import ask
+from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.rounds import decode_round
@@ -247,3 +250,41 @@ def _fields(record: Trajectory | AnyProgress) -> dict[str, Any]:
             array = isinstance(value, Sequence) and not isinstance(value, str)
             content[field.name] = len(value) if array else value
     return content
+
+
+def sql(
+    run: RunArgument,
+    query: Annotated[
+        str | None,
+        typer.Argument(help="A DuckDB statement; default: list the tables."),
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Query the tables of a run's log in SQL; docs/reference/sql.md lists them.
+
+    The tables of a finished run are kept in its directory, in catalogue.duckdb.
+    """
+    if query is None:
+        names = ["table", "columns", "row"]
+        rows: list[tuple[Any, ...]] = [
+            (table.name, len(columns_of(table.row)), table.description)
+            for table in (*TABLES, CALLS)
+        ]
+        damage = Damage()
+    else:
+        phase = "reading the log"
+        with (
+            opened(run, root) as open_run,
+            progress(phase) as report,
+            closing(open_run.tables(lambda share: report(phase, share, 1.0))) as tables,
+        ):
+            names, rows, damage = ask(tables, open_run.bus, open_run.topics, query)
+    if as_json:
+        for row in rows:
+            emit_json(dict(zip(names, row, strict=True)))
+    else:
+        emit_table(names, rows)
+    if query is None:
+        say("docs/reference/sql.md describes each column")
+    damage.raise_if_any(": their calls are not in the table")

@@ -177,7 +177,5 @@ def _advise(
 def _size(bytes_: int | None) -> str:
     if bytes_ is None:
         return ""
-    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
-        if bytes_ >= unit:
-            return f"{bytes_ / unit:.3g} {name}"
-    return f"{bytes_ / 1000:.3g} KB"
+    power = min(4, max(1, (len(str(bytes_)) - 1) // 3))
+    return f"{bytes_ / 1000**power:.3g} {'KMGT'[power - 1]}B"

@@ -1,4 +1,4 @@
-"""`ui`: show runs in a browser."""
+"""`ui` and `metrics`: serve runs to a browser, a run to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dora_pipe.cli.options import RUN_HELP, RunsOption
+from dora_pipe.cli.options import RUN_HELP, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_line
-from dora_pipe.cli.runs import run_rows
+from dora_pipe.cli.show import run_rows
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import find_run, opened
+from dora_pipe.observe.metrics.exporter import Exporter, metrics_server
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import page_server
 from dora_pipe.observe.web.view import Query
 
 UI_PORT: Final = 8765
+
+METRICS_PORT: Final = 9464
+"""Default port of OpenTelemetry's Prometheus exporters."""
 
 
 def ui(
@@ -35,8 +40,7 @@ def ui(
     root: RunsOption = RUNS,
 ) -> None:
     """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port must be 0 to 65535, got {port}")
+    _check_port(port)
     pages: closing[QueryWorker] | RunsPages = RunsPages(root, redact=redact)
     if run:
         find_run(run, root)  # raises if there is none
@@ -47,6 +51,29 @@ def ui(
         emit_line(f"{server.origin}/")
         say("open it in a browser; Ctrl-C ends this")
         server.wait()
+
+
+def metrics(
+    run: RunArgument,
+    port: Annotated[int, typer.Option(help="TCP port; 0: any free port.")] = METRICS_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default serves this machine only.")
+    ] = "127.0.0.1",
+    root: RunsOption = RUNS,
+) -> None:
+    """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
+    _check_port(port)
+    with opened(run, root) as opened_run:
+        exporter = Exporter(opened_run.topics.run, opened_run.contributions)
+        with metrics_server(exporter, port=port, host=host) as server:
+            emit_line(f"{server.origin}/metrics")
+            say("Prometheus may scrape it; Ctrl-C ends this")
+            exporter.follow(opened_run.bus, opened_run.topics, SystemClock())
+
+
+def _check_port(port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port must be 0 to 65535, got {port}")
 
 
 class RunsPages(ExitStack):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -30,11 +31,10 @@ from dora_pipe.cli.output import (
     takes_unicode,
     terminal_columns,
 )
-from dora_pipe.cli.runs import run_rows
 from dora_pipe.cli.texts import decoder_in
-from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.core.system.console import RUNS, say
-from dora_pipe.launch.run_dir import OpenRun, opened
+from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.run_stats import RunStats, StepStats
@@ -50,6 +50,11 @@ CURVE_MAX: Final = 60
 LABEL: Final = 40
 
 WORST: Final = 3
+
+WORST_COLUMNS: Final = (
+    *("trajectory", "version", "reward", "advantage", "tokens", "ratio_min", "ratio_max"),
+    "clipped_share",
+)
 
 GROUP_LINES: Final = 3
 
@@ -104,6 +109,32 @@ def show_command(
             emit_json(overview(open_run).plain())
         else:
             print_overview(overview(open_run), everything=everything)
+
+
+def run_rows(root: Path) -> list[dict[str, Any]]:
+    """Return a row per run; unreadable runs give the reason."""
+    rows = []
+    for path in sorted(root.glob("*/config.toml")):
+        try:
+            with opened(RunDir(path.parent).words) as run:
+                rows.append(_run_row(run))
+        except DoraError as error:
+            rows.append({"run": path.parent.name, "state": f"unreadable: {error.message}"})
+    return rows
+
+
+def _run_row(run: OpenRun) -> dict[str, Any]:
+    stats = RunStats(run.topics.run)
+    stats.read(run.bus, run.topics, statuses=False)
+    return {
+        "run": run.config.run.name,
+        "steps": stats.version,
+        "reward": stats.steps[-1].reward if stats.steps else None,
+        "of": run.config.run.steps,
+        "task": ", ".join(task.name or task.kind for task in run.config.tasks),
+        "log": run.directory.bus_url(run.config),
+        "state": stats.state,
+    }
 
 
 def _show_id(run: OpenRun, identifier: str, *, everything: bool, as_json: bool) -> None:
@@ -276,14 +307,9 @@ def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
         line = mark.line if everything or mark.kind in MARKS else short
         rows.setdefault(MARKS.get(mark.kind, "roles"), []).append(line)
     shown = {name: lines if everything else lines[-MARKS_SHOWN:] for name, lines in rows.items()}
-    return {
-        name: "; ".join(lines) + _earlier(len(rows[name]) - len(lines))
-        for name, lines in shown.items()
-    }
-
-
-def _earlier(count: int) -> str:
-    return f"; {count} earlier (--all)" if count else ""
+    counts = {name: len(rows[name]) - len(lines) for name, lines in shown.items()}
+    earlier = {name: f"; {count} earlier (--all)" for name, count in counts.items() if count}
+    return {name: "; ".join(lines) + earlier.get(name, "") for name, lines in shown.items()}
 
 
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
@@ -439,13 +465,19 @@ def print_step(description: Description, run: str) -> None:
     if invalid:
         emit_line(f"{invalid.total()} trajectories without a reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
-    shown = flow([f"{name} {show(metrics[name])}" for name in METRICS if name in metrics])
-    versions, worst = _by_version(groups), _worst(rows)
-    emit_flow(shown)
-    _print_versions(versions)
+    emit_flow(flow([f"{name} {show(metrics[name])}" for name in METRICS if name in metrics]))
+    columns = ("sampled by version", "staleness", "groups", "mean reward", "tokens")
+    emit_table(columns, _by_version(groups))
     named = flow([f"{group['group']} {show(_mean(_rewards(group)))}" for group in groups])
-    _print_groups(named[:GROUP_LINES], len(groups))
-    _print_worst(worst)
+    shown = sum(map(len, named[:GROUP_LINES]))
+    which = "" if shown == len(groups) else f" ({shown} of {len(groups)}; all with --all)"
+    emit_line(f"groups and their mean rewards{which}")
+    emit_flow(named[:GROUP_LINES])
+    worst = sorted(filter(_size, rows), key=_size, reverse=True)[:WORST]
+    title = "ratios: the contributions file of the step is not in the store"
+    if worst:
+        title = f"the {len(worst)} trajectories with the worst ratios"
+    emit_table(WORST_COLUMNS, [[*map(row.get, WORST_COLUMNS)] for row in worst], title=title)
     if DAMAGE not in description:
         say("--all shows every trajectory, the settings, the lineage and the trace")
 
@@ -465,32 +497,6 @@ def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
         )
         for version, of in sorted(groups_by_version.items())
     ]
-
-
-def _print_versions(rows: Sequence[tuple[Any, ...]]) -> None:
-    emit_table(("sampled by version", "staleness", "groups", "mean reward", "tokens"), rows)
-
-
-def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
-    shown = sum(map(len, lines))
-    which = "" if shown == count else f" ({shown} of {count}; all with --all)"
-    emit_line(f"groups and their mean rewards{which}")
-    emit_flow(lines)
-
-
-def _worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted((row for row in rows if _size(row)), key=_size, reverse=True)[:WORST]
-
-
-def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("trajectory", "version", "reward", "advantage", "tokens", "ratio_min", "ratio_max")
-    emit_table(
-        (*columns, "clipped_share"),
-        [[row.get(name) for name in (*columns, "clipped_share")] for row in worst],
-        title=f"the {len(worst)} trajectories with the worst ratios"
-        if worst
-        else "ratios: the contributions file of the step is not in the store",
-    )
 
 
 def _size(row: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Commands that start roles and create their inputs."""
+"""Commands that start roles, create their inputs and print a configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+import msgspec
 import typer
 
 from dora_pipe.cli.lazy import EXIT_INTERRUPTED
@@ -22,6 +23,7 @@ from dora_pipe.cli.options import (
     TORCH,
     ConfigArgument,
     ForceOption,
+    JsonOption,
     OverrideOption,
     RunsOption,
     may_write_folder,
@@ -90,6 +92,31 @@ def init(
     steps = SFT_STEPS_OF[task]
     say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm --steps {steps}")
     say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
+
+
+def config_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A TOML file. Default: that of `dora-pipe init`."),
+    ] = None,
+    override: OverrideOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Also advanced keys at defaults.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the resolved configuration: basic keys and changed ones, with descriptions."""
+    from dora_pipe.cli.output import emit_json, emit_text, takes_unicode
+    from dora_pipe.config.describe import toml_escape
+    from dora_pipe.config.load import dump_toml, load_config
+    from dora_pipe.launch.examples import example_file
+
+    config = load_config(file or example_file(EXAMPLES[0]), override or ())
+    if as_json:
+        emit_json(msgspec.to_builtins(config))
+        return
+    shown = dump_toml(config, every=every)
+    if not takes_unicode():
+        shown = "".join(char if char.isascii() else toml_escape(char) for char in shown)
+    emit_text(shown)
 
 
 def sft(

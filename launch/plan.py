@@ -491,7 +491,8 @@ def check_log(directory: RunDir, config: Config, bus: Bus) -> None:
     if config.store.path or config.store.url:
         return  # other runs may share it
     digests, trainers = _named(bus, topics)
-    unknown = _versions(directory) - digests
+    files = (directory.path / "policies" / "weights").glob("[!.]*.safetensors")
+    unknown = {file.stem for file in files} - digests
     # Before the first record a start may have left version 0.
     if len(unknown) > max(1, trainers):
         raise _lost(directory, f"{len(unknown)} versions of the store are not in the log")
@@ -524,11 +525,6 @@ def _named(bus: Bus, topics: Topics) -> tuple[set[str], int]:
             case _:
                 pass
     return digests, trainers
-
-
-def _versions(directory: RunDir) -> set[str]:
-    paths = (directory.path / "policies" / "weights").glob("*.safetensors")
-    return {path.stem for path in paths if not path.name.startswith(".")}
 
 
 def _snapshots_beyond(directory: RunDir, bus: Bus, topics: Topics) -> int:

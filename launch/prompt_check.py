@@ -21,7 +21,6 @@ import msgspec
 from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, DoraError
-from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskEvent, TaskFailed
@@ -41,8 +40,6 @@ ASKED_MAX: Final = 64
 ANSWERS_S: Final = 60.0
 
 POLL_S: Final = 0.05
-
-_NS: Final = 1_000_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,31 +137,29 @@ def look(
     *,
     rows_max: int | None,
     seconds: float,
-    clock: Clock | None = None,
 ) -> Iterator[PromptsSeen]:
     """Check all prompts of an open task, or `rows_max` per source, for at most `seconds`.
 
     Raises PolicyError, TaskError.
     """
-    clock, facts = clock or SystemClock(), pool.facts
-    if facts is None or not _asks_nothing(spec.task, single_turn=facts.single_turn):
+    facts, task = pool.facts, spec.task
+    if facts is None or task.has_agent:
         return
+    if not facts.single_turn and (task.kind != "dataset" or task.mcp):
+        return  # A prompt starts an episode.
     tokenizer = Tokenizer(model).reading(spec.task.special_tokens)
     for source in spec.sources:
         rows = facts.data(source).rows
         if not rows:
             continue
         prompts = PromptsSeen(source=source, rows=rows)
-        is_over = partial(_is_past, clock, clock.now_ns() + int(seconds * _NS))
-        order = islice(ordered(rows), rows_max)
+        order, is_over = (
+            islice(ordered(rows), rows_max),
+            partial(_is_past, time.monotonic() + seconds),
+        )
         for row, event in answers(pool, source, order, is_over):
             read(prompts, row, event, tokenizer, chats.get(source))
         yield prompts
-
-
-def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
-    tools_alone = task.kind == "dataset" and not task.mcp
-    return not task.has_agent and (single_turn or tools_alone)
 
 
 def answers(
@@ -190,8 +185,8 @@ def answers(
         pool.start(Forget(request=request, source=source))
 
 
-def _is_past(clock: Clock, until_ns: int) -> bool:
-    return clock.now_ns() > until_ns
+def _is_past(until_s: float) -> bool:
+    return time.monotonic() > until_s
 
 
 def read(

@@ -302,10 +302,8 @@ def _present(
 
 
 def _living(state: State, name: str, incarnation: int) -> Worker | None:
-    worker = state.workers.get(name)
-    if worker is None or worker.incarnation != incarnation:
-        state.counters.fenced += 1
-        return None
+    worker = state.worker_of(name, incarnation)
+    state.counters.fenced += worker is None
     return worker
 
 

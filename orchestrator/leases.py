@@ -6,10 +6,9 @@ records are held back.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Generic, TypeVar
-
-from dora_pipe.orchestrator.state import State
 
 Incarnation = tuple[str, int]
 
@@ -50,52 +49,25 @@ class Leases(Generic[One]):
             self._heard_ns.pop(key, None)
             self._heard_ns[key] = now_ns - self._gaps_ns
 
-    def expired(self, living: Container[One], now_ns: int) -> list[One]:
+    def expired(self, lives: Callable[[One], bool], now_ns: int) -> list[One]:
         """Return living entries with expired leases, sorted."""
-        ended: list[One] = []
+        heard: dict[One, int] = self._heard_ns or {}
         last_ns = now_ns - self._gaps_ns - self._lease_ns
-        forgotten: list[One] = []
-        for key, heard_ns in (self._heard_ns or {}).items():
-            if heard_ns > last_ns:
-                break
-            (ended if key in living else forgotten).append(key)
-        for key in forgotten:
-            assert self._heard_ns is not None
-            del self._heard_ns[key]
-        return sorted(ended)
+        over: list[One] = list(takewhile(lambda key: heard[key] <= last_ns, heard))
+        ended = sorted(filter(lives, over))
+        for key in over:
+            if key not in ended:
+                del heard[key]
+        return ended
 
-    def keep(self, living: Container[One]) -> None:
+    def keep(self, lives: Callable[[One], bool]) -> None:
         """Forget entries that are not living."""
         if self._heard_ns is not None:
-            self._heard_ns = {
-                key: heard_ns for key, heard_ns in self._heard_ns.items() if key in living
-            }
+            heard = self._heard_ns.items()
+            self._heard_ns = {key: heard_ns for key, heard_ns in heard if lives(key)}
 
     def due_ns(self) -> int | None:
         """Return the next expiry; None without leases."""
         if self._held or not self._heard_ns:
             return None
         return next(iter(self._heard_ns.values())) + self._gaps_ns + self._lease_ns
-
-
-class Living:
-    """Current incarnations."""
-
-    def __init__(self, state: State) -> None:
-        self._workers = state.workers
-
-    def __contains__(self, item: object) -> bool:
-        assert isinstance(item, tuple)
-        worker = self._workers.get(item[0])
-        return worker is not None and worker.incarnation == item[1]
-
-
-class Generating:
-    """Generating groups."""
-
-    def __init__(self, state: State) -> None:
-        self._groups = state.groups
-
-    def __contains__(self, item: object) -> bool:
-        group = self._groups.get(item) if isinstance(item, str) else None
-        return group is not None and group.phase == "generating"

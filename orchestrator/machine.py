@@ -36,7 +36,7 @@ from dora_pipe.orchestrator.fold import (
     is_digest_due,
     rounds_to_digest,
 )
-from dora_pipe.orchestrator.leases import Generating, Incarnation, Leases, Living
+from dora_pipe.orchestrator.leases import Incarnation, Leases
 from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State
@@ -263,9 +263,8 @@ class OrchestratorMachine:
             self._leases.renew((status.worker, status.incarnation), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
-        key, config = (status.worker, status.incarnation), self.state.config
-        worker = self.state.workers.get(status.worker)
-        if config is None or worker is None or worker.incarnation != status.incarnation:
+        key = status.worker, status.incarnation
+        if (worker := self.state.worker_of(*key)) is None:
             return
         most = KV_PRESSURE * worker.kv_tokens
         full = 0 < most < status.kv_used_tokens and bool(worker.requests)
@@ -277,8 +276,8 @@ class OrchestratorMachine:
             self._pressures[key] = status.kv_used_tokens
 
     def _note_off_engine(self, status: WorkerStatus) -> None:
-        key, worker = (status.worker, status.incarnation), self.state.workers.get(status.worker)
-        if worker is None or worker.incarnation != status.incarnation:
+        key = status.worker, status.incarnation
+        if (worker := self.state.worker_of(*key)) is None:
             return
         off_engine = min(status.off_engine, len(worker.requests))
         least = max(1, worker.slots // OFF_ENGINE_SHARE) if off_engine else 1
@@ -296,7 +295,7 @@ class OrchestratorMachine:
             self._observed.append(Progressed(trajectory=trajectory, resume=resume))
 
     def _observe(self, now: Now) -> None:
-        ended = self._leases.expired(Living(self.state), now.mono_ns)
+        ended = self._leases.expired(self._lives, now.mono_ns)
         # Their records cannot be read. The fold ignores this rule, since old logs must replay.
         misnamed = sorted(self._misnamed & self.state.workers.keys())
         ended += [(name, self.state.workers[name].incarnation) for name in misnamed]
@@ -304,23 +303,28 @@ class OrchestratorMachine:
         for name, incarnation in dict.fromkeys(ended):
             self._observed.append(LeaseExpired(worker=name, incarnation=incarnation))
             self._note_lost(self.state.workers[name])
-        living = Living(self.state)
-        for (name, incarnation), used_tokens in self._pressures.items():
-            if (name, incarnation) in living:
-                pressure = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
-                self._observed.append(pressure)
-        for (name, incarnation), requests in self._off_engine.items():
-            if (name, incarnation) in living:
-                self._observed.append(
-                    OffEngine(worker=name, incarnation=incarnation, requests=requests)
-                )
+        for name, incarnation in filter(self._lives, self._pressures):
+            used_tokens = self._pressures[name, incarnation]
+            pressure = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
+            self._observed.append(pressure)
+        for name, incarnation in filter(self._lives, self._off_engine):
+            requests = self._off_engine[name, incarnation]
+            change = OffEngine(worker=name, incarnation=incarnation, requests=requests)
+            self._observed.append(change)
         self._pressures, self._off_engine = {}, {}
         if self._times is not None:
-            over = self._times.expired(Generating(self.state), now.mono_ns)
+            over = self._times.expired(self._generates, now.mono_ns)
             self._observed += [GroupExpired(group=name) for name in over]
         if now.mono_ns >= self._period_due_ns:
             self._period_due_ns = now.mono_ns + self._period_ns
             self._observed.append(PlanPeriod())
+
+    def _lives(self, key: Incarnation) -> bool:
+        return self.state.worker_of(*key) is not None
+
+    def _generates(self, group: str) -> bool:
+        entry = self.state.groups.get(group)
+        return entry is not None and entry.phase == "generating"
 
     def _time_groups(self, names: Iterable[str], now: Now) -> None:
         config = self.state.config
@@ -405,10 +409,10 @@ class OrchestratorMachine:
         if self._caught_up:
             self._effects += self._trims.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if self._times is not None:
-            self._times.keep(Generating(self.state))
-        living = Living(self.state)
-        self._statuses = {key: status for key, status in self._statuses.items() if key in living}
-        self._press_due_ns = {key: due for key, due in self._press_due_ns.items() if key in living}
+            self._times.keep(self._generates)
+        self._statuses = {key: self._statuses[key] for key in filter(self._lives, self._statuses)}
+        dues = self._press_due_ns
+        self._press_due_ns = {key: dues[key] for key in filter(self._lives, dues)}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(

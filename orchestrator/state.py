@@ -200,6 +200,11 @@ class State:
         later = self.partial_rollout and spec.purpose == "train" and version > spec.version
         return later or version == spec.version
 
+    def worker_of(self, name: str, incarnation: int) -> Worker | None:
+        """Return a worker that still has this incarnation."""
+        worker = self.workers.get(name)
+        return worker if worker is not None and worker.incarnation == incarnation else None
+
     def queue_of(self, spec: GroupSpec) -> int:
         """Return the newest version that may run a group's requests."""
         return self.version if self.may_run(spec, self.version) else spec.version

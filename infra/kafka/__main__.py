@@ -26,7 +26,8 @@ def main() -> int:
     parser.add_argument("--tools", action="store_true", help="write Kafka's own commands")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         if missing := kafka.missing_tools():
             raise kafka.BrokerError(f"{' and '.join(missing)} not found; needs Java 17 and Maven")

@@ -103,7 +103,7 @@ class TaskPool:
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
-        self._deaths = Deaths(elsewhere=self._places.elsewhere)
+        self._deaths = Deaths(of_servers=bool(task.urls))
         self._closed = False
         self.deaths = 0
         self._start_missing(self._clock.now_ns())
@@ -334,15 +334,17 @@ class TaskPool:
         works = is_working(event)
         if works:
             child.bad = 0
-            self._places.worked(child.link.url)
+            self._places.breakers[child.link.url].worked()
         elif works is False:
             self._went_wrong(child, words_of(event), now_ns)
 
     def _went_wrong(self, child: Child, what: str, now_ns: int) -> None:
         """Retire the process, or pause its location, after `BAD_MAX` failures in a row outside the
         task's code."""
-        location, child.bad = child.link.url, child.bad + 1
-        everywhere = self._places.bad(location) >= BAD_MAX
+        location = child.link.url
+        breaker = self._places.breakers[location]
+        child.bad, breaker.bad = child.bad + 1, breaker.bad + 1
+        everywhere = breaker.bad >= BAD_MAX
         if child.suspended or not (everywhere or child.bad >= BAD_MAX):
             return
         child.suspended = True
@@ -469,8 +471,8 @@ class TaskPool:
 
     def _count_death(self, now_ns: int, message: str) -> None:
         self.deaths += 1
-        most = DEATHS_MAX if self._facts or not self._places.elsewhere else UNREACHED_MAX
-        self._deaths.count(now_ns, message, most * self._places.count)
+        most = UNREACHED_MAX if self._task.urls and not self._facts else DEATHS_MAX
+        self._deaths.count(now_ns, message, most * len(self._places.breakers))
 
     def _start_missing(self, now_ns: int) -> None:
         while now_ns >= self._deaths.start_at_ns:

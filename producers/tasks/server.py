@@ -114,7 +114,7 @@ class TaskServer:
         self._replayable = task.replayable or config.replayable
         self._running: dict[int, tuple[Call, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._exhausted = self._closed = False
+        self._exhausted = False
         self._shown = 0
 
     def facts(self) -> TaskFacts:
@@ -155,7 +155,6 @@ class TaskServer:
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        self._closed = True
         for _, task in self._running.values():
             task.cancel()
         for episode in list(self._episodes):
@@ -169,7 +168,7 @@ class TaskServer:
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call, context)))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if not self._closed:
+            if not isinstance(error, asyncio.CancelledError):
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
             message = one_line(with_place(error) if fault_of(name) == "code" else str(error))

@@ -72,15 +72,7 @@ class Places:
 
     def __init__(self, urls: Sequence[str], task: str, wall_ns: Callable[[], int]) -> None:
         self._task, self._wall_ns = task, wall_ns
-        self._breakers = {url: Breaker() for url in urls or (HERE,)}
-
-    @property
-    def elsewhere(self) -> bool:
-        return HERE not in self._breakers
-
-    @property
-    def count(self) -> int:
-        return len(self._breakers)
+        self.breakers = {url: Breaker() for url in urls or (HERE,)}
 
     def failing(self, now_ns: int) -> list[FailingServer]:
         return [
@@ -93,7 +85,7 @@ class Places:
                 suspended=not breaker.allows(now_ns),
                 reason=breaker.why[:REASON_CHARACTERS_MAX],
             )
-            for url, breaker in self._breakers.items()
+            for url, breaker in self.breakers.items()
             if not breaker.proven
         ]
 
@@ -102,32 +94,25 @@ class Places:
         processes = Counter(used)
         may = [
             url
-            for url, breaker in self._breakers.items()
+            for url, breaker in self.breakers.items()
             if breaker.allows(now_ns) and (breaker.proven or not processes[url])
         ]
         chosen = min(may, key=lambda url: processes[url], default=None)
         if chosen is not None:
-            self._breakers[chosen].tries += 1
+            self.breakers[chosen].tries += 1
         return chosen
 
     def failed(self, url: str, now_ns: int, why: str) -> None:
-        pause_s = self._breakers[url].failed(now_ns, why, wall_ns=self._wall_ns())
+        pause_s = self.breakers[url].failed(now_ns, why, wall_ns=self._wall_ns())
         location = url or f"task {self._task}".strip()
         LOG.warning("task: %s paused for %g s: %s", location, pause_s, why)
-
-    def bad(self, url: str) -> int:
-        self._breakers[url].bad += 1
-        return self._breakers[url].bad
-
-    def worked(self, url: str) -> None:
-        self._breakers[url].worked()
 
 
 class Deaths:
     """Counts consecutive deaths without an answer and delays the next start."""
 
-    def __init__(self, *, elsewhere: bool) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, *, of_servers: bool) -> None:
+        self._of_servers = of_servers
         self.in_a_row = 0
         self.start_at_ns = 0
 
@@ -136,7 +121,7 @@ class Deaths:
         self.in_a_row += 1
         if self.in_a_row >= most:
             what, hint = ("consecutive task processes died", "see their stderr")
-            if self._elsewhere:
+            if self._of_servers:
                 what = "consecutive task server connections ended"
                 hint = "`dora-pipe task-server` must run at the address in task.url"
             raise TaskError(

@@ -49,17 +49,8 @@ def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() ->
     assert places.choose(["a", "b"], _NS) == "b"  # `a` has recovered but is unproven
     places.failed("b", _NS, "it died")
     assert places.choose(["a"], _NS) is None
-    places.worked("a")
+    places.breakers["a"].worked()
     assert places.choose(["a"], _NS) == "a"
-
-
-def test_calls_that_fail_are_counted_in_a_row() -> None:
-    places = places_of("a")
-    assert [places.bad("a") for _ in range(3)] == [1, 2, 3]
-    places.worked("a")
-    assert places.bad("a") == 1
-    places.failed("a", 0, "enough")
-    assert places.bad("a") == 1
 
 
 def test_the_beginning_of_an_episode_shows_nothing_and_an_error_of_the_code_that_it_runs() -> None:

@@ -11,7 +11,7 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import TopicPartition
-from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.observe.traces import tree
@@ -43,7 +43,7 @@ class History:
         self.contributions: dict[int, str] = {}
         self.engines: dict[int, str] = {}
         self._wanted, self._step, self._now_ns = group, step, 0
-        self._events: list[Event] = []
+        self._events: list[LedgerEvent] = []
 
     def read(self, bus: Bus, topics: Topics) -> None:
         """Read the log up to its current end. Raises BusError, LogTruncated."""
@@ -66,7 +66,7 @@ class History:
         events, self._events = self._events + self.account.round(round_, offset), []
         self._keep(events, round_.ordinal)
 
-    def _keep(self, events: Iterable[Event], ordinal: int) -> None:
+    def _keep(self, events: Iterable[LedgerEvent], ordinal: int) -> None:
         for event in events:
             match event:
                 case RecordLogged(fact=fact) if group_of(fact.trajectory) == self._wanted:

@@ -22,8 +22,8 @@ from dora_pipe.cli.options import JsonOption
 from dora_pipe.config import model
 from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.sessions.addresses import SessionAddress
+from dora_pipe.producers.sessions.endpoint import SessionPort
 from dora_pipe.producers.sessions.frames import EndpointSetup, SourceSetup
-from dora_pipe.producers.sessions.port import SessionPort
 from dora_pipe.producers.tasks import calculator
 from dora_pipe.producers.worker.effects import AnswerCall, CallAsked, OpenSession
 
@@ -168,7 +168,7 @@ class _Answering:
         thread.start()
         while thread.is_alive():
             start_s = time.thread_time()
-            asked = self._port.poll()
+            asked = [event for event in self._port.poll() if isinstance(event, CallAsked)]
             for request in asked:
                 self.prompt_tokens = len(request.token_ids)
                 self._port.start(_answer(request, self._ids))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dora_pipe.config.section import FullEvery, NonNegative, Port, PositiveFloat, Section
+from dora_pipe.config.section import FullEvery, NonNegative, PortNumber, PositiveFloat, Section
 from dora_pipe.schemas.topics import PATTERN
 
 
@@ -49,7 +49,7 @@ class Transfers(Section, frozen=True, kw_only=True):
     that moves is prefilled again."""
     host: str = ""
     """Address of this machine for the others, and for listening; empty: 127.0.0.1."""
-    port: Port = 0
+    port: PortNumber = 0
     """Port; 0: any free port. Processes of one machine need different ports."""
     cert_file: str = ""
     """PEM certificate of this machine with its key, for TLS; it must name `host`."""

@@ -26,7 +26,7 @@ FULL_EVERY_MAX = 64
 FullEvery = Annotated[int, Meta(ge=1, le=FULL_EVERY_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern=PATTERN)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
+PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 ComputeDtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["adamw", "muon", "adamw8bit"]
 RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=RECORD_BYTES_MAX)]

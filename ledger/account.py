@@ -153,7 +153,9 @@ class BatchEnded:
     ended_ns: int
 
 
-Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
+LedgerEvent = (
+    GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
+)
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -212,14 +214,14 @@ class RunAccount:
         """Step in training, else the next one."""
         return self._next if self.batch is None else self.batch.take.step
 
-    def fact(self, offset: int, fact: AnyControl) -> list[Event]:
+    def fact(self, offset: int, fact: AnyControl) -> list[LedgerEvent]:
         """Apply a control record and return the resulting events."""
         next_ = self.step + (self.batch is not None)
         marks = self._marks.fact(offset, fact, open_=self.step, next_=next_)
         events = self._happened(offset, fact)
         return [*marks, *events] if marks else events
 
-    def _happened(self, offset: int, fact: AnyControl) -> list[Event]:
+    def _happened(self, offset: int, fact: AnyControl) -> list[LedgerEvent]:
         match fact:
             case TrajectoriesLogged():
                 records = (record for record in fact.facts() if self._is_new(record))
@@ -241,14 +243,14 @@ class RunAccount:
                 return self._changed(self._groups.fact(offset, fact))
         return []
 
-    def round(self, round_: Round, offset: int) -> list[Event]:
+    def round(self, round_: Round, offset: int) -> list[LedgerEvent]:
         """Apply a round after its events."""
         for observation in round_.observations:
             if isinstance(observation, GroupExpired) and (
                 group := self.open.get(observation.group)
             ):
                 group.expired = True
-        events: list[Event] = [*self._marks.round(round_)]
+        events: list[LedgerEvent] = [*self._marks.round(round_)]
         for decision in round_.decisions:
             events += self._decided(decision, round_, offset)
         return events
@@ -262,7 +264,7 @@ class RunAccount:
         held = batch if taken else None
         return GroupEnded(group=history, outcome="open", why="", ended_ns=now_ns, batch=held)
 
-    def _decided(self, decision: AnyDecision, round_: Round, offset: int) -> list[Event]:
+    def _decided(self, decision: AnyDecision, round_: Round, offset: int) -> list[LedgerEvent]:
         now_ns = round_.now_ns
         match decision:
             case TakePart():
@@ -279,7 +281,7 @@ class RunAccount:
                 return self._changed(self._groups.decision(decision, moment))
         return []
 
-    def _ended(self, decision: End, now_ns: int) -> list[Event]:
+    def _ended(self, decision: End, now_ns: int) -> list[LedgerEvent]:
         why = decision.reason
         group = self._groups.end(decision.group, decision.outcome, why)
         if group is None:
@@ -290,7 +292,7 @@ class RunAccount:
         ended = GroupEnded(group=group, outcome=decision.outcome, why=why, ended_ns=now_ns)
         return [ended, *self._evaluated(ended)] if ended.outcome == "evaluated" else [ended]
 
-    def _evaluated(self, ended: GroupEnded) -> list[Event]:
+    def _evaluated(self, ended: GroupEnded) -> list[LedgerEvent]:
         if self.started is None:
             return []
         group = ended.group
@@ -299,7 +301,7 @@ class RunAccount:
         )
         return [] if evaluation is None else [evaluation]
 
-    def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:
+    def _taken(self, take: TakeBatch, round_: Round) -> list[LedgerEvent]:
         why = f"attempt {take.attempt} was taken"
         events = self._end_batch("overtaken", why, round_.now_ns)
         *_, rest = parts_of(take.groups, take.parts)
@@ -325,9 +327,9 @@ class RunAccount:
             last=last_of(history for history in histories if history is not None),
         )
 
-    def _changed(self, changes: Sequence[Change]) -> list[Event]:
+    def _changed(self, changes: Sequence[Change]) -> list[LedgerEvent]:
         """Add the marks of fenced workers; forget the oldest ones that are out."""
-        events: list[Event] = []
+        events: list[LedgerEvent] = []
         for change in changes:
             events.append(change)
             if isinstance(change, WorkerGone):
@@ -359,7 +361,7 @@ class RunAccount:
             del self._places[next(iter(self._places))]
         return True
 
-    def _refused(self, fact: BatchRefused) -> list[Event]:
+    def _refused(self, fact: BatchRefused) -> list[LedgerEvent]:
         take = None if self.batch is None else self.batch.take
         if take is None or (take.step, take.attempt) != (fact.step, fact.attempt):
             return []
@@ -371,13 +373,13 @@ class RunAccount:
 
     def _end_batch(
         self, outcome: Literal["refused", "overtaken", "failed"], why: str, at_ns: int
-    ) -> list[Event]:
+    ) -> list[LedgerEvent]:
         batch, self.batch = self.batch, None
         if batch is None:
             return []
         return [BatchEnded(batch=batch, outcome=outcome, why=why, ended_ns=at_ns)]
 
-    def _committed(self, offset: int, fact: StepCommitted) -> list[Event]:
+    def _committed(self, offset: int, fact: StepCommitted) -> list[LedgerEvent]:
         batch = self.batch
         if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
             return []  # its batch had ended
@@ -387,7 +389,7 @@ class RunAccount:
             self._groups.end(taken.group, "trained", why, step=fact.step) for taken in fact.groups
         ]
         groups = tuple(group for group in histories if group is not None)
-        trained: list[Event] = [
+        trained: list[LedgerEvent] = [
             GroupEnded(
                 group=group,
                 outcome="trained",

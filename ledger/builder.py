@@ -10,8 +10,8 @@ import msgspec
 
 from dora_pipe.ledger.account import (
     BatchEnded,
-    Event,
     GroupEnded,
+    LedgerEvent,
     RunAccount,
     StepEnded,
     mean,
@@ -250,7 +250,7 @@ class CatalogueBuilder:
     def _published(self, version: int, digest: str, at_ns: int) -> None:
         self._rows.append(VersionRow(version=version, digest=digest, published_ns=at_ns))
 
-    def _happened(self, events: Iterable[Event]) -> None:
+    def _happened(self, events: Iterable[LedgerEvent]) -> None:
         for event in events:
             match event:
                 case RecordLogged():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.ledger.account import Event, GroupEnded, StepEnded
+from dora_pipe.ledger.account import GroupEnded, LedgerEvent, StepEnded
 from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.control import error_class
 
@@ -59,7 +59,7 @@ class FailedTrajectories:
     def __init__(self, groups: int = WINDOW_GROUPS) -> None:
         self._groups: deque[tuple[int, list[tuple[str, str]]]] = deque(maxlen=groups)
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: LedgerEvent) -> None:
         match event:
             case GroupEnded(outcome="trained" | "filtered" | "failed") if (
                 event.group.spec.purpose == "train"
@@ -123,7 +123,7 @@ class GroupsSinceStep:
         """Return the groups since the last step, or since the start."""
         return self._outcomes.total()
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: LedgerEvent) -> None:
         match event:
             case StepEnded():
                 self._outcomes.clear()

@@ -13,8 +13,8 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.consumers.contributions import Contributed
 from dora_pipe.ledger.account import (
     BatchEnded,
-    Event,
     GroupEnded,
+    LedgerEvent,
     RunAccount,
     StepEnded,
     mean,
@@ -448,7 +448,7 @@ class RunStats:
         self.per_step = configured("rollout", "prompts_per_step")
         self.heartbeat_s = configured("timing", "heartbeat_s")
 
-    def _happened(self, events: Iterable[Event]) -> None:
+    def _happened(self, events: Iterable[LedgerEvent]) -> None:
         for event in events:
             match event:
                 case RecordLogged():  # most frequent first

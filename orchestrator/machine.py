@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import msgspec
 
@@ -18,6 +18,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.machine import (
     CaughtUp,
     HeldBack,
+    LoopEvent,
     Now,
     Outputs,
     Publish,
@@ -71,6 +72,8 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics, worker_name_error
 
 LOG = logging.getLogger(__name__)
+
+OrchestratorEffect = WriteSnapshot | TrimMetrics
 
 FROM_WORKERS: Final = (WorkerReady, TrajectoriesLogged, RequestReleased, RequestFailed, GroupScored)
 """Records that renew a worker's lease."""
@@ -137,7 +140,7 @@ class OrchestratorMachine:
         self._snapshot: tuple[str, Body] | None = None
         """State whose round is not durable yet."""
         self._publish: list[Publish] = []
-        self._effects: list[WriteSnapshot | TrimMetrics] = []
+        self._effects: list[OrchestratorEffect] = []
         self._caught_up = False
         self._misnamed: set[str] = set()
         self._held_back: list[str] = []
@@ -172,7 +175,9 @@ class OrchestratorMachine:
         time_ns = None if self._times is None else self._times.due_ns()
         return min([due_ns, *(due for due in (lease_ns, time_ns) if due is not None)])
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(
+        self, inputs: Sequence[LoopEvent | MetricsTrimmed], now: Now
+    ) -> Outputs[OrchestratorEffect]:
         """Run one turn."""
         self._publish, self._effects = [], []
         self._pace.begin()
@@ -203,6 +208,8 @@ class OrchestratorMachine:
                 self._trims.note_trimmed(event, mono_ns=now.mono_ns)
             elif isinstance(event, StopAsked):
                 self._stopped = True
+            else:
+                assert_never(event)
         self._round(now)
         self._note_turn(now)
         self._heartbeat(now)

@@ -62,7 +62,7 @@ class KvPressure(Observation, frozen=True, kw_only=True):
 class OffEngine(Observation, frozen=True, kw_only=True):
     """Number of a worker's requests that need no slot.
 
-    They wait for a prompt, environment, reward, the codec or the log.
+    They wait for a prompt, environment, reward or the log.
     """
 
     worker: str

@@ -27,6 +27,7 @@ from dora_pipe.producers.worker.effects import (
     CloseSession,
     OpenSession,
     RefuseCall,
+    SessionEffect,
 )
 from dora_pipe.producers.worker.sessions import TOO_MANY_OPEN
 from dora_pipe.schemas.contexts import prompt_digest
@@ -164,8 +165,6 @@ class Agents:
     `think_ns` is the delay before each action.
     """
 
-    effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
-
     def __init__(
         self,
         clock: Clock,
@@ -192,7 +191,7 @@ class Agents:
         self._later: list[tuple[int, int, Any]] = []
         self._serial, self._numbers = count(), count()
 
-    def start(self, effect: OpenSession | AnswerCall | RefuseCall | CloseSession) -> None:
+    def start(self, effect: SessionEffect) -> None:
         match effect:
             case OpenSession():
                 self._open.add(effect.request)

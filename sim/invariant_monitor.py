@@ -119,7 +119,7 @@ class InvariantMonitor:
                 self.kinds[record.topic.rpartition(".")[2]] += 1
                 self.calls.landed(record, -1 if role is None else role.number)
 
-    def wrap(self, role: Role, machine: Machine) -> Machine:
+    def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]:
         """Wrap the orchestrator and workers with agents."""
         if isinstance(machine, OrchestratorMachine):
             heard = self._heard_by[role.number] = _Heard()
@@ -271,7 +271,7 @@ class InvariantMonitor:
         if isinstance(fact, WorkerStatus):
             heard.said[key] = merged(heard.said.get(key), fact)
 
-    def decides(self, heard: _Heard, outputs: Outputs) -> None:
+    def decides(self, heard: _Heard, outputs: Outputs[Any]) -> None:
         """Judge silence by what the orchestrator had read when it decided."""
         for publication in outputs.publish:
             if (
@@ -287,7 +287,7 @@ class InvariantMonitor:
                             progress = status.progress.items()
                             heard.progress[key] = {name: resume.tokens for name, resume in progress}
 
-    def digests(self, outputs: Outputs, state: State) -> None:
+    def digests(self, outputs: Outputs[Any], state: State) -> None:
         """Compare the digest with one from scratch."""
         topic = self._topics.decisions
         rounds = [
@@ -300,7 +300,7 @@ class InvariantMonitor:
             if round_.state_digest != digest_of(state):
                 self.wrong("digest", f"round {round_.ordinal} says another state than there is")
 
-    def says(self, outputs: Outputs, idle: Mapping[str, int], now_ns: int) -> bool:
+    def says(self, outputs: Outputs[Any], idle: Mapping[str, int], now_ns: int) -> bool:
         """Check the reported average of requests without a slot, except those just released;
         return whether the worker has sampled a token."""
         records = (publication.record for publication in outputs.publish)
@@ -344,13 +344,13 @@ class _Heard:
 
 
 class _Observed:
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine[Any, Any]) -> None:
         self._machine = machine
 
     def positions(self) -> Mapping[TopicPartition, int]:
         return self._machine.positions()
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs[Any]:
         return self._machine.react(inputs, now)
 
     def wake_at(self) -> int:
@@ -370,7 +370,7 @@ class _ObservedOrchestrator(_Observed):
         self._monitor = monitor
         self._heard = heard
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs[Any]:
         self._monitor.reacts(self._heard, inputs, now)
         outputs = super().react(inputs, now)
         self._monitor.decides(self._heard, outputs)
@@ -386,7 +386,7 @@ class _ObservedWorker(_Observed):
         self._since_ns = NEVER_NS
         """No request counts before the first token."""
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs[Any]:
         outputs = super().react(inputs, now)
         now_ns = now.mono_ns
         since_ns = min(now_ns, self._since_ns)

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_pipe.config.logged import MINIBATCHES
-from dora_pipe.consumers.trainer.effects import TrainPart
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
+from dora_pipe.consumers.trainer.effects import (
+    PublishPolicy,
+    TrainerEffect,
+    TrainerEvent,
+    TrainPart,
+)
+from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.core.loop.runtime import Port
+from dora_pipe.core.loop.runtime import Port, PortGroup
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.sim.role import NEVER_NS
 
@@ -18,13 +25,12 @@ class PacedPort:
 
     def __init__(
         self,
-        inner: Port,
+        inner: Port[Any, Any],
         clock: Clock,
         *,
         delay_ns: Callable[[Any], int],
         again_ns: Callable[[], int],
     ) -> None:
-        self.effects = inner.effects
         self._inner = inner
         self._clock = clock
         self._delay_ns = delay_ns
@@ -38,11 +44,11 @@ class PacedPort:
     def poll(self) -> list[Any]:
         """Return the inner port's due events."""
         if not self._inner.busy:
-            return self._inner.poll()
+            return list(self._inner.poll())
         now_ns = self._clock.now_ns()
         if now_ns < self._due_ns:
             return []
-        events = self._inner.poll()
+        events = list(self._inner.poll())
         self._due_ns = now_ns + self._again_ns()
         return events
 
@@ -62,7 +68,7 @@ class PublishingPort(PacedPort):
     """Publishing port; `writing` until a policy is written."""
 
     def __init__(
-        self, inner: Port, clock: Clock, delay_ns: Callable[[Any], int], again_ns: int
+        self, inner: Port[Any, Any], clock: Clock, delay_ns: Callable[[Any], int], again_ns: int
     ) -> None:
         super().__init__(inner, clock, delay_ns=delay_ns, again_ns=lambda: again_ns)
         self.writing = False
@@ -83,7 +89,7 @@ class WorkingPort(PacedPort):
 
     def __init__(
         self,
-        inner: Port,
+        inner: Port[Any, Any],
         clock: Clock,
         delay_ns: Callable[[Any], int],
         again_ns: int,
@@ -99,3 +105,24 @@ class WorkingPort(PacedPort):
                 what = f"part {decision.part} of step {decision.step} is an update"
                 raise InvariantBroken(f"written: {what}, and its weights are being written")
         super().start(effect)
+
+
+class TrainerPorts(PortGroup[TrainerEvent]):
+    """Separate ports for work and publishing, as in production."""
+
+    def __init__(
+        self,
+        handlers: EffectHandlers,
+        clock: Clock,
+        delay_ns: Callable[[TrainerEffect], int],
+        again_ns: int,
+    ) -> None:
+        work, publishing = InlinePort(handlers), InlinePort(handlers, reads_ahead=False)
+        self._publishing = PublishingPort(publishing, clock, delay_ns, again_ns)
+        self._working = WorkingPort(work, clock, delay_ns, again_ns, self._publishing)
+        self.cached = work.cached
+        super().__init__(self._working, self._publishing)
+
+    def start(self, effect: TrainerEffect) -> None:
+        port = self._publishing if isinstance(effect, PublishPolicy) else self._working
+        port.start(effect)

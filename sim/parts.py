@@ -15,17 +15,18 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.commits import CommitHistory
-from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
 from dora_pipe.consumers.trainer.effects import (
     DropFiles,
     FetchBatch,
     PublishPolicy,
     Restore,
+    TrainerEffect,
+    TrainerEvent,
     TrainPart,
     TrainStep,
     WriteHistory,
 )
-from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.loop.runtime import Meter, Port
@@ -58,15 +59,15 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
-from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
-from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
+from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, WorkerPorts
+from dora_pipe.producers.worker.record_port import RecordPort
 from dora_pipe.schemas.control import DataSet, RunStarted
 from dora_pipe.schemas.metrics import Cost, FailingServer
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.agents import Agents
-from dora_pipe.sim.paced_port import PacedPort, PublishingPort, WorkingPort
+from dora_pipe.sim.paced_port import PacedPort, TrainerPorts
 from dora_pipe.sim.role import NEVER_NS, SimPort
 from dora_pipe.store.store import PolicyStore
 
@@ -223,9 +224,8 @@ ADDRESSES: Final = Addresses(host="sim", port=1, secret=b"sim")
 class TimedTaskPort:
     """Task port on `SimTasks`."""
 
-    def __init__(self, inner: Port, tasks: SimTasks) -> None:
+    def __init__(self, inner: Port[Any, Any], tasks: SimTasks) -> None:
         self.lose = tasks.lose
-        self.effects = inner.effects
         self.start = inner.start
         self.poll = inner.poll
         self.close = inner.close
@@ -282,9 +282,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """Ports in polling order, all `SimPort`, and the engine."""
+    """Ports, all `SimPort`, and the engine."""
 
-    ports: Sequence[Any]
+    port: WorkerPorts
     engine: Engine
     single_turn: bool = True
     """Whether requests can move: without episodes, or with `PromptReady(episode=True,
@@ -297,9 +297,9 @@ class WorkerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerParts:
-    """Ports of a trainer."""
+    """Port of a trainer."""
 
-    ports: Sequence[Any]
+    port: Port[TrainerEffect, TrainerEvent]
     cached: Callable[[], Gauges] = lambda: Gauges(0, 0)
 
 
@@ -373,7 +373,6 @@ class Delays:
     """Delay of a prompt, and of a quick task's turn or reward."""
     slow_ns: int = 0
     """Additional delay of a tool's turn and a judge's reward."""
-    codec_ns: int = 1 * MS
     progress_ns: int = 2 * MS
     handover_ns: int = 4 * MS
     restore_ns: int = 50 * MS
@@ -388,7 +387,7 @@ class Delays:
         return self.task_ns + (0 if isinstance(call, PromptCall) else self.slow_ns)
 
 
-def _paced(port: Port, clock: Clock, delay_ns: int, again_ns: int) -> SimPort:
+def _paced(port: Port[Any, Any], clock: Clock, delay_ns: int, again_ns: int) -> SimPort:
     return PacedPort(port, clock, delay_ns=lambda effect: delay_ns, again_ns=lambda: again_ns)
 
 
@@ -423,12 +422,12 @@ class PlainParts:
         agents = self.agents(site)
         tasks = self.tasks(site, agents)
         return WorkerParts(
-            ports=[
+            port=self.worker_ports(
+                site,
                 TimedTaskPort(TaskPort(tasks, Numbers(), addresses=ADDRESSES), tasks),
-                *([] if agents is None else [agents]),
-                *self._records(site),
+                agents,
                 self._engine_port(site, engine, plan),
-            ],
+            ),
             engine=engine,
             single_turn=self.single_turn,
         )
@@ -443,18 +442,8 @@ class PlainParts:
             clock=site.clock,
             meter=site.meter,
         )
-        work = InlinePort(
-            handlers, tuple(effect for effect in EFFECTS if effect is not PublishPolicy)
-        )
-        return TrainerParts(ports=self._in_two(site, handlers, work), cached=work.cached)
-
-    def _in_two(self, site: Site, handlers: EffectHandlers, work: InlinePort) -> list[SimPort]:
-        """Return separate ports for work and publishing, as in production."""
-        again_ns = self.delays.again_ns
-        publishing = PublishingPort(
-            InlinePort(handlers, (PublishPolicy,)), site.clock, self.work_ns, again_ns
-        )
-        return [WorkingPort(work, site.clock, self.work_ns, again_ns, publishing), publishing]
+        port = TrainerPorts(handlers, site.clock, self.work_ns, self.delays.again_ns)
+        return TrainerParts(port=port, cached=port.cached)
 
     def learner(self, site: Site) -> Learner:
         """Return the trainer's learner."""
@@ -478,16 +467,20 @@ class PlainParts:
         delay_ns = self.delays.of_task
         return SimTasks(site.clock, answer=self.answer, delay_ns=delay_ns, agents=agents)
 
-    def _records(self, site: Site) -> list[SimPort]:
-        topics, meter, clock, delays = site.topics, site.meter, site.clock, self.delays
-        groups = GroupPort(site.open_bus(), topics.trajectories, topics.run, meter, clock=clock)
-        progress = ProgressPort(site.open_bus(), topics.progress, meter, clock=clock)
-        return [
-            _paced(CodecPort(meter, clock=clock), clock, delays.codec_ns, delays.codec_ns),
-            _paced(progress, clock, delays.progress_ns, delays.progress_ns),
-            _paced(groups, clock, delays.progress_ns, delays.progress_ns),
-            _paced(HandoverPort(self.handover, in_thread=False), clock, delays.handover_ns, 0),
-        ]
+    def worker_ports(
+        self, site: Site, tasks: SimPort, agents: Agents | None, engine: SimPort
+    ) -> WorkerPorts:
+        """Return a worker's ports around these."""
+        clock, delays = site.clock, self.delays
+        records = RecordPort(site.open_bus(), site.topics, site.meter, clock=clock)
+        handover = HandoverPort(self.handover, in_thread=False)
+        return WorkerPorts(
+            tasks=tasks,
+            sessions=agents,
+            records=_paced(records, clock, delays.progress_ns, delays.progress_ns),
+            handover=_paced(handover, clock, delays.handover_ns, 0),
+            engine=engine,
+        )
 
     def _engine_port(self, site: Site, engine: Engine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from dora_pipe.bus.memory import NO_FAULTS, FaultPlan, MemoryBus
 from dora_pipe.core.loop.runtime import Meter, Port, Runtime
@@ -82,7 +82,7 @@ class RoleClock:
         return self.start_ns + math.ceil((own_ns - self.start_ns) / self.rate)
 
 
-class SimPort(Port, Protocol):
+class SimPort(Port[Any, Any], Protocol):
     """Port that knows the time of its next event."""
 
     def due_ns(self) -> int:
@@ -105,8 +105,8 @@ class Role:
     chance: Random
     meter: Meter
     bus: MemoryBus = field(init=False)
-    machine: Machine = field(init=False)
-    runtime: Runtime | None = None
+    machine: Machine[Any, Any] = field(init=False)
+    runtime: Runtime[Any, Any] | None = None
     ports: Sequence[SimPort] = ()
     reads: frozenset[str] = frozenset()
     incarnation: int = -1
@@ -133,7 +133,7 @@ class Observer(Protocol):
         """Handle appended records; `role` is None outside turns."""
         ...
 
-    def wrap(self, role: Role, machine: Machine) -> Machine:
+    def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]:
         """Return the machine, possibly wrapped."""
         ...
 

@@ -5,7 +5,6 @@ Mirrors `orchestrator.process.role`, `consumers.trainer.role` and `producers.wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,20 +50,23 @@ EVAL_ROWS: Final = 3
 class Started:
     """Started incarnation."""
 
-    machine: Machine
+    machine: Machine[Any, Any]
     writer: Writer
     exclusive: bool = True
-    ports: Sequence[Any] = ()
+    port: Any = None
+    """Port of its effects; in a simulated world, a `PortGroup` of `SimPort`s."""
     incarnation: int = -1
     """Offset of `worker joined`."""
 
-    def loop(self, site: Site, machine: Machine | None = None, **more: Any) -> Runtime:
+    def loop(
+        self, site: Site, machine: Machine[Any, Any] | None = None, **more: Any
+    ) -> Runtime[Any, Any]:
         """Return production's loop around its machine, or around a wrapper."""
         return Runtime(
             machine or self.machine,
             bus=site.bus,
             writer=self.writer,
-            ports=self.ports,
+            port=self.port,
             clock=site.clock,
             meter=site.meter,
             exclusive=self.exclusive,
@@ -188,7 +190,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
         site.config, site.run_started, topics=site.topics, incarnation=started.incarnation
     )
     machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=trainer_parts.cached)
-    return Started(machine=machine, writer=writer, ports=trainer_parts.ports)
+    return Started(machine=machine, writer=writer, port=trainer_parts.port)
 
 
 def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
@@ -218,12 +220,13 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
         kv_used=lambda: worker_parts.engine.kv_used_tokens,
         prompt_tokens=lambda: worker_parts.engine.prompt_tokens,
         failing=worker_parts.failing,
+        codec=site.meter.spend("codec"),
     )
     return Started(
         machine=machine,
         writer=writer,
         exclusive=False,
-        ports=worker_parts.ports,
+        port=worker_parts.port,
         incarnation=incarnation,
     )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.config.model import Config
@@ -224,7 +224,7 @@ class World:
             if role.dead:
                 self._close(role)
 
-    def _tick(self, runtime: Runtime, role: Role) -> None:
+    def _tick(self, runtime: Runtime[Any, Any], role: Role) -> None:
         turn_ns = runtime.next_turn_ns
         runtime.tick()
         if runtime.next_turn_ns != turn_ns:
@@ -234,7 +234,7 @@ class World:
         elif not role.dead:
             self._schedule(role, self._due_ns(runtime, role))
 
-    def _due_ns(self, runtime: Runtime, role: Role) -> int:
+    def _due_ns(self, runtime: Runtime[Any, Any], role: Role) -> int:
         own_ns = runtime.own_due_ns()
         for port in role.ports:
             port_ns = port.due_ns()
@@ -266,11 +266,8 @@ class World:
             return
         site = self._site(role)
         started = start_role(site, self.parts, self.plans.get(role.name))
-        role.machine, role.ports, role.incarnation = (
-            started.machine,
-            started.ports,
-            started.incarnation,
-        )
+        role.machine, role.incarnation = started.machine, started.incarnation
+        role.ports = () if started.port is None else started.port.ports
         driven = role.machine
         if self.observer is not None:
             driven = self.observer.wrap(role, role.machine)

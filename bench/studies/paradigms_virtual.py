@@ -177,7 +177,8 @@ class VirtualParts(PlainParts):
         tasks = LateTasks(site.clock, self.pool, self.pace, seed=site.config.run.seed)
         port = TimedTaskPort(TaskPort(tasks, self.tokenizer, self.chat), tasks)
         stops = self.tokenizer if self.chat is None else self.chat
-        return replace(parts, ports=[port, *parts.ports[1:]], stop_ids=stops.stop_ids)
+        ports = self.worker_ports(site, port, None, self._engine_port(site, parts.engine, plan))
+        return replace(parts, port=ports, stop_ids=stops.stop_ids)
 
     def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
         return int(self.pace.rates.tau(engine.active) * SECOND_NS)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, get_args
 
 from dora_pipe.bus.bus import Bus
 from dora_pipe.consumers.contributions import write_contributions
@@ -39,8 +38,6 @@ from dora_pipe.consumers.trainer.effects import (
     Adopted,
     BatchFetched,
     DropFiles,
-    Effect,
-    Event,
     FetchBatch,
     PartTrained,
     PolicyPublished,
@@ -49,6 +46,8 @@ from dora_pipe.consumers.trainer.effects import (
     Restore,
     Restored,
     StepTrained,
+    TrainerEffect,
+    TrainerEvent,
     TrainPart,
     TrainStep,
     Unreadable,
@@ -124,7 +123,7 @@ class EffectHandlers:
             bytes_max=setup.bytes_max,
         )
 
-    def run(self, effect: Effect) -> Iterator[Event | None]:
+    def run(self, effect: TrainerEffect) -> Iterator[TrainerEvent | None]:
         """Yield the events of an effect; None while it waits."""
         if isinstance(effect, Restore):
             return self._restore(effect)
@@ -140,7 +139,7 @@ class EffectHandlers:
             return self._write_history(effect)
         return self._publish(effect)
 
-    def idle(self) -> Iterator[Event]:
+    def idle(self) -> Iterator[TrainerEvent]:
         """Read ahead without waiting."""
         self.reader.read_ahead(timeout_s=0.0)
         yield from self._unreadable()
@@ -161,7 +160,7 @@ class EffectHandlers:
             self._learner = self._make_learner()
         return self._learner
 
-    def _restore(self, effect: Restore) -> Iterator[Event | None]:
+    def _restore(self, effect: Restore) -> Iterator[TrainerEvent | None]:
         """Load a checkpoint, replay later steps, compare digests."""
         self._fetched = self._trained = None
         learner = self.learner
@@ -220,7 +219,7 @@ class EffectHandlers:
             why=why,
         )
 
-    def _train_part(self, effect: TrainPart) -> Iterator[Event | None]:
+    def _train_part(self, effect: TrainPart) -> Iterator[TrainerEvent | None]:
         """Errors are reported later, for the whole batch."""
         decision, start_ns = effect.decision, self._clock.now_ns()
         arrived, _ = yield from self._find(decision)
@@ -240,7 +239,7 @@ class EffectHandlers:
             seconds=(self._clock.now_ns() - start_ns) / 1e9,
         )
 
-    def _fetch(self, effect: FetchBatch) -> Iterator[Event | None]:
+    def _fetch(self, effect: FetchBatch) -> Iterator[TrainerEvent | None]:
         decision = effect.decision
         self._fetched = None
         self.reader.drop_before(effect.known.next_step)
@@ -280,7 +279,7 @@ class EffectHandlers:
             return Arrived(why=f"unreadable: {error.message}"), Unreadable(dead_letter=letter)
         return Arrived(headers=fetched.headers, sha256=fetched.sha256, trajectory=trajectory), None
 
-    def _train(self, effect: TrainStep) -> Iterator[Event | None]:
+    def _train(self, effect: TrainStep) -> Iterator[TrainerEvent | None]:
         key = (effect.step, effect.attempt)
         assert self._fetched is not None
         assert self._fetched[0] == key
@@ -303,7 +302,7 @@ class EffectHandlers:
         batch = files.with_reference(batch, settings)
         return (yield from add_teacher_logprobs(self.learner, batch, settings))
 
-    def _publish(self, effect: PublishPolicy) -> Iterator[Event | None]:
+    def _publish(self, effect: PublishPolicy) -> Iterator[TrainerEvent | None]:
         """Publish files before the commit that names them; retries reuse equal files."""
         assert self._trained is not None
         key, result = self._trained
@@ -350,7 +349,7 @@ class EffectHandlers:
     def _tell_room(self, why: str) -> None:
         self._no_room = why
 
-    def _drop(self, effect: DropFiles) -> Iterator[Event]:
+    def _drop(self, effect: DropFiles) -> Iterator[TrainerEvent]:
         """Delete files; failures are left to `prune`."""
         try:
             for digest in effect.weights:
@@ -362,7 +361,7 @@ class EffectHandlers:
             LOG.warning("dropped versions stay in the store: %s", error.message)
         yield from ()
 
-    def _write_history(self, effect: WriteHistory) -> Iterator[Event]:
+    def _write_history(self, effect: WriteHistory) -> Iterator[TrainerEvent]:
         if self._setup.snapshot is not None:
             write_snapshot(self._setup.snapshot, effect.content)
         yield from ()
@@ -376,6 +375,3 @@ def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
     return {
         name: record.trajectory for name, record in arrived.items() if record.trajectory is not None
     }
-
-
-EFFECTS: Final = get_args(Effect)

@@ -79,7 +79,9 @@ class WriteHistory:
     content: bytes
 
 
-Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles | WriteHistory
+TrainerEffect = (
+    Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles | WriteHistory
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ class Unreadable:
     dead_letter: DeadLetter
 
 
-Event = (
+TrainerEvent = (
     Replayed
     | Adopted
     | Restored

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, assert_never
 
 import msgspec
 
@@ -52,6 +52,8 @@ from dora_pipe.consumers.trainer.effects import (
     Restore,
     Restored,
     StepTrained,
+    TrainerEffect,
+    TrainerEvent,
     TrainPart,
     TrainStep,
     Unreadable,
@@ -62,6 +64,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.machine import (
     CaughtUp,
     HeldBack,
+    LoopEvent,
     Now,
     Outputs,
     Publish,
@@ -167,7 +170,7 @@ class TrainerMachine:
         self._begun = False
         self._schedule = StatusSchedule(heartbeat_ns=setup.heartbeat_ns, quiet_ns=setup.quiet_ns)
         self._waits = WaitTracker("trainer", setup.limits)
-        self._out = Outputs()
+        self._out: Outputs[TrainerEffect] = Outputs()
 
     # Machine interface
 
@@ -184,23 +187,52 @@ class TrainerMachine:
         """Return when the next heartbeat is due."""
         return self._schedule.due_ns
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[LoopEvent | TrainerEvent], now: Now) -> Outputs[TrainerEffect]:
         """Process inputs, start work, publish a status when due."""
         self._out = Outputs()
         if not self._begun:
             self._begun = True
             self._restore()
         for event in inputs:
-            handler = _HANDLERS.get(type(event))
-            assert handler is not None, type(event).__name__
-            handler(self, event, now)
+            self._handle(event, now)
         self._advance()
         self._heartbeat(now)
         return self._out
 
     # Inputs
 
-    def _on_record(self, record: Record, now: Now) -> None:
+    def _handle(self, event: LoopEvent | TrainerEvent, now: Now) -> None:
+        match event:
+            case Record():
+                self._on_record(event)
+            case CaughtUp():
+                self._caught_up = True
+            case HeldBack():
+                pass  # Late decisions are obeyed late.
+            case StopAsked():
+                self._stop_asked = True
+            case Published():
+                self._on_published(event, now)
+            case Replayed():
+                self._replaying = event.step + 1
+            case Adopted():
+                self._on_adopted(event, now)
+            case Restored():
+                self._on_restored(event, now)
+            case PartTrained():
+                self._on_part_trained(event, now)
+            case BatchFetched():
+                self._on_fetched(event, now)
+            case StepTrained():
+                self._on_trained(event)
+            case PolicyPublished():
+                self._on_policy(event, now)
+            case Unreadable():
+                self._on_unreadable(event)
+            case _:
+                assert_never(event)
+
+    def _on_record(self, record: Record) -> None:
         round_ = self._guard.read(record.offset, record.value)
         if round_ is None:
             LOG.warning("decisions offset %d: a round of an older orchestrator", record.offset)
@@ -222,15 +254,6 @@ class TrainerMachine:
 
     def _on_part(self, part: TakePart) -> None:
         self._parts.setdefault(part.step, _StepParts()).decided(part)
-
-    def _on_caught_up(self, _event: CaughtUp, now: Now) -> None:
-        self._caught_up = True
-
-    def _on_stop(self, _event: StopAsked, now: Now) -> None:
-        self._stop_asked = True
-
-    def _on_replayed(self, event: Replayed, now: Now) -> None:
-        self._replaying = event.step + 1
 
     def _on_adopted(self, event: Adopted, now: Now) -> None:
         self._adopted = True
@@ -287,7 +310,7 @@ class TrainerMachine:
         if self.phase == "part":
             self.phase = "idle"
 
-    def _on_trained(self, event: StepTrained, now: Now) -> None:
+    def _on_trained(self, event: StepTrained) -> None:
         if self._is_dropped():
             self._restore()
             return
@@ -334,7 +357,7 @@ class TrainerMachine:
         self._free_ns = now.mono_ns
         self._end_attempt("part" if self._part_in_work else "idle")
 
-    def _on_unreadable(self, event: Unreadable, now: Now) -> None:
+    def _on_unreadable(self, event: Unreadable) -> None:
         letter = event.dead_letter
         try:
             value, headers = encode_dead_letter(letter)
@@ -507,20 +530,3 @@ def _of_delta(event: PolicyPublished) -> dict[str, float]:
         return {}
     share = event.delta.bytes / max(1, event.manifest.bytes)
     return {CHANGED_SHARE: event.changed_share, DELTA_SHARE: share}
-
-
-_HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {
-    Record: TrainerMachine._on_record,
-    CaughtUp: TrainerMachine._on_caught_up,
-    HeldBack: lambda *_: None,  # Late decisions are obeyed late.
-    StopAsked: TrainerMachine._on_stop,
-    Published: TrainerMachine._on_published,
-    Replayed: TrainerMachine._on_replayed,
-    Adopted: TrainerMachine._on_adopted,
-    Restored: TrainerMachine._on_restored,
-    PartTrained: TrainerMachine._on_part_trained,
-    BatchFetched: TrainerMachine._on_fetched,
-    StepTrained: TrainerMachine._on_trained,
-    PolicyPublished: TrainerMachine._on_policy,
-    Unreadable: TrainerMachine._on_unreadable,
-}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from typing import Final, get_args
 
-from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
 from dora_pipe.consumers.trainer.effects import (
     DropFiles,
-    Effect,
-    Event,
-    FetchBatch,
     PublishPolicy,
+    TrainerEffect,
+    TrainerEvent,
     WriteHistory,
 )
 from dora_pipe.consumers.trainer.status import Gauges
@@ -39,8 +38,6 @@ class ThreadPort:
     `open_handlers` is entered in the first thread, with its own bus.
     """
 
-    effects: tuple[type, ...] = EFFECTS
-
     def __init__(
         self, open_handlers: Callable[[Meter], AbstractContextManager[EffectHandlers]], meter: Meter
     ) -> None:
@@ -51,7 +48,7 @@ class ThreadPort:
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
         handlers: dict[type, Handler] = {
-            **dict.fromkeys(EFFECTS, Handler(do=self._do, failed=ends_role)),
+            **dict.fromkeys(get_args(TrainerEffect), Handler(do=self._do, failed=ends_role)),
             **dict.fromkeys((DropFiles, WriteHistory), Handler(do=self._do, failed=unanswered)),
         }
         publishing = {PublishPolicy: handlers.pop(PublishPolicy)}
@@ -71,11 +68,11 @@ class ThreadPort:
         """Return False: threads need no polling loop."""
         return False
 
-    def start(self, effect: Any) -> None:
+    def start(self, effect: TrainerEffect) -> None:
         runner = self._publisher if isinstance(effect, PublishPolicy) else self._runner
         runner.start(effect)
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[TrainerEvent]:
         """Return the events since the last call. Raises a thread's error."""
         cost = self._own.cost()
         for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
@@ -99,13 +96,13 @@ class ThreadPort:
         with self._open_handlers(self._own) as self._handlers:
             yield
 
-    def _do(self, effect: Effect) -> Iterator[Event | None]:
+    def _do(self, effect: TrainerEffect) -> Iterator[TrainerEvent | None]:
         assert self._handlers is not None
         for event in self._handlers.run(effect):
             self._gauges = self._handlers.gauges()
             yield event
 
-    def _idle(self) -> Iterator[Event]:
+    def _idle(self) -> Iterator[TrainerEvent]:
         assert self._handlers is not None
         yield from self._handlers.idle()
         self._gauges = self._handlers.gauges()
@@ -117,24 +114,21 @@ class InlinePort:
     Two ports may share handlers if one only publishes.
     """
 
-    effects: tuple[type, ...] = EFFECTS
-
-    def __init__(self, handlers: EffectHandlers, effects: tuple[type, ...] = EFFECTS) -> None:
-        self.effects = effects
+    def __init__(self, handlers: EffectHandlers, *, reads_ahead: bool = True) -> None:
         self._handlers = handlers
-        self._reads_ahead = FetchBatch in effects
-        self._todo: deque[Iterator[Event | None]] = deque(maxlen=EFFECTS_MAX)
+        self._reads_ahead = reads_ahead
+        self._todo: deque[Iterator[TrainerEvent | None]] = deque(maxlen=EFFECTS_MAX)
 
     @property
     def busy(self) -> bool:
         return bool(self._todo)
 
-    def start(self, effect: Any) -> None:
+    def start(self, effect: TrainerEffect) -> None:
         """Start an effect at the next `poll`."""
         assert len(self._todo) < EFFECTS_MAX
         self._todo.append(self._handlers.run(effect))
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[TrainerEvent]:
         """Return the next event, if available."""
         if not self._todo:
             return list(self._handlers.idle()) if self._reads_ahead else []

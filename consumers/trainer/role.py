@@ -176,7 +176,7 @@ def _serve(
             machine,
             bus=bus,
             writer=writer,
-            ports=[port],
+            port=port,
             clock=here.clock,
             meter=meter,
             exclusive=True,

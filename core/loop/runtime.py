@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Generic, Never, Protocol, TypeVar
 
 from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import first_kept, is_trimmed
@@ -33,7 +33,10 @@ from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.machine import (
     BUS_TURN_NS,
     CaughtUp,
+    Effect,
+    Event,
     HeldBack,
+    LoopEvent,
     Machine,
     Now,
     Publish,
@@ -60,18 +63,18 @@ LOG_EFFECTS_MAX: Final = 2
 
 COST_DIGITS: Final = 4
 
+EffectIn = TypeVar("EffectIn", contravariant=True)
+EventOut = TypeVar("EventOut", covariant=True)
 
-class Port(Protocol):
-    """Runner of some effect types that reports events."""
 
-    @property
-    def effects(self) -> tuple[type, ...]: ...
+class Port(Protocol[EffectIn, EventOut]):
+    """Runner of some effects that reports events."""
 
-    def start(self, effect: Any) -> None:
+    def start(self, effect: EffectIn) -> None:
         """Start an effect without blocking."""
         ...
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> Sequence[EventOut]:
         """Return new events; inline work is bounded."""
         ...
 
@@ -81,6 +84,24 @@ class Port(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PortGroup(Generic[Event]):
+    """Ports polled in order as one; a subclass selects the port of an effect."""
+
+    def __init__(self, *ports: Port[Never, Event] | None) -> None:
+        self.ports = tuple(port for port in ports if port is not None)
+
+    def poll(self) -> list[Event]:
+        return [event for port in self.ports for event in port.poll()]
+
+    @property
+    def busy(self) -> bool:
+        return any(port.busy for port in self.ports)
+
+    def close(self) -> None:
+        for port in self.ports:
+            port.close()
 
 
 class _Block(AbstractContextManager[None]):
@@ -156,7 +177,7 @@ class _LogEvent:
     """Answer to `ReadLog` or `AppendRecords`."""
 
     effect: ReadLog | AppendRecords
-    inputs: list[Any]
+    inputs: list[LoopEvent]
     cpu_s: float
 
 
@@ -197,10 +218,10 @@ class _Log:
     def close(self) -> None:
         self._reader.close()
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> list[LoopEvent]:
         self._check_kept()
         poll = partial(self._reader.poll, timeout_s=0.0)
-        inputs: list[Any] = list(retry_bus("reading", poll, self._clock))
+        inputs: list[LoopEvent] = list(retry_bus("reading", poll, self._clock))
         held_back = tuple(self._reader.held_back())
         if held_back != self._held_back:
             self._held_back = held_back
@@ -220,7 +241,7 @@ class _Log:
             begin = partial(self._bus.begin, partition)
             first_kept(partition, 0, retry_bus("reading the log's beginning", begin, self._clock))
 
-    def _append(self, publish: Sequence[Publish]) -> list[Any]:
+    def _append(self, publish: Sequence[Publish]) -> list[LoopEvent]:
         append = partial(self._writer.append, [entry.record for entry in publish])
         offsets = retry_bus("appending", append, self._clock, exclusive=self._exclusive)
         return [
@@ -235,7 +256,7 @@ class _Log:
         ]
 
 
-class Runtime:
+class Runtime(Generic[Effect, Event]):
     """Loop of one machine.
 
     `status` is a plain writer for statuses of a role with an exclusive `writer`, whose transactions
@@ -246,11 +267,11 @@ class Runtime:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: Machine[Effect, Event],
         *,
         bus: Bus,
         writer: Writer,
-        ports: Sequence[Port],
+        port: Port[Effect, Event] | None = None,
         clock: Clock,
         meter: Meter,
         exclusive: bool,
@@ -265,7 +286,7 @@ class Runtime:
         self._status = status
         self._untold = ""
         """Error of the last status."""
-        self._ports = ports
+        self._port = port
         self._clock = clock
         self._meter = meter
         self._log = _Log(
@@ -284,11 +305,10 @@ class Runtime:
             if background
             else None
         )
-        self._events: list[Any] = []
+        self._events: list[LoopEvent] = []
         self._held: list[Publish] = []
         self._turn_ns = turn_ns
         self._next_turn_ns = clock.now_ns()
-        self._port_of = {kind: port for port in ports for kind in port.effects}
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Tick until the machine is finished. Raises errors that end the role."""
@@ -309,7 +329,7 @@ class Runtime:
         """Return when a tick has work without new bus records, monotonic ns; for the simulator."""
         now_ns = self._clock.now_ns()
         answered = self._log_thread is not None and self._log_thread.busy
-        if answered or any(port.busy for port in self._ports):
+        if answered or (self._port is not None and self._port.busy):
             return now_ns
         return max(now_ns, self.own_due_ns())
 
@@ -335,7 +355,8 @@ class Runtime:
                 outputs = self._machine.react(inputs, now)
             self._held.extend(outputs.publish)
             for effect in outputs.effects:
-                self._port_of[type(effect)].start(effect)
+                assert self._port is not None, type(effect).__name__
+                self._port.start(effect)
         if self._machine.finished or len(self._held) >= HELD_MAX:
             self._await_log()
         if self._held and (has_read or self._machine.finished):
@@ -345,17 +366,18 @@ class Runtime:
         return reacts
 
     def close(self) -> None:
-        for port in self._ports:
-            port.close()
+        if self._port is not None:
+            self._port.close()
         if self._log_thread is not None:
             self._log_thread.close(finish=False)
         self._log.close()
 
-    def _collect(self) -> tuple[list[Any], bool]:
+    def _collect(self) -> tuple[list[LoopEvent | Event], bool]:
         """Return new inputs, and whether they include the read of a bus turn."""
-        inputs, self._events = self._events, []
-        for port in self._ports:
-            inputs.extend(port.poll())
+        inputs: list[LoopEvent | Event] = [*self._events]
+        self._events = []
+        if self._port is not None:
+            inputs.extend(self._port.poll())
         events: list[_LogEvent] = []
         if self._clock.now_ns() >= self._next_turn_ns and not self._log_works:
             self._next_turn_ns = self._clock.now_ns() + self._turn_ns

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
-from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+
+Effect = TypeVar("Effect")
+"""Union of the effects that a role's machine starts."""
+
+Event = TypeVar("Event")
+EventIn = TypeVar("EventIn", contravariant=True)
+"""Union of the events that a role's ports report."""
 
 BUS_TURN_NS: Final = 100_000_000
 """Time between reads and appends: a durable append costs the same for one record as for ten. 200 ms
@@ -64,20 +71,24 @@ class StopAsked:
     """Request to stop (SIGTERM, Ctrl-C); the machine ends in order."""
 
 
+LoopEvent = Record | Published | CaughtUp | HeldBack | StopAsked
+"""Inputs of every machine, from the loop."""
+
+
 @dataclass(slots=True, kw_only=True)
-class Outputs:
+class Outputs(Generic[Effect]):
     """Records to append, then effects to start, in order."""
 
     publish: list[Publish] = field(default_factory=list)
-    effects: list[Any] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
 
 
-class Machine(Protocol):
-    """Role without IO; inputs are bus records and events."""
+class Machine(Protocol[Effect, EventIn]):
+    """Role without IO."""
 
     def positions(self) -> Mapping[TopicPartition, int]: ...
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[LoopEvent | EventIn], now: Now) -> Outputs[Effect]:
         """Process inputs in order."""
         ...
 

@@ -17,7 +17,7 @@ Value = str | bool | int | float | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SpanEvent:
     name: str
     at_ns: int
     attributes: Mapping[str, Value] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Span:
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Value] = field(default_factory=dict)
-    events: Sequence[Event] = ()
+    events: Sequence[SpanEvent] = ()
     links: Sequence[Link] = ()
     error: str = ""
 
@@ -100,7 +100,7 @@ class SpanBuilder:
         times: tuple[int, int],
         attributes: Mapping[str, Value | None],
         *about: str | int,
-        events: tuple[Event, ...] = (),
+        events: tuple[SpanEvent, ...] = (),
         links: tuple[Link, ...] = (),
         error: str = "",
         error_type: str = "",

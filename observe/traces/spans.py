@@ -21,10 +21,10 @@ from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (
     Attributes,
     Cursor,
-    Event,
     Link,
     Span,
     SpanBuilder,
+    SpanEvent,
     Value,
     step_span,
     within,
@@ -337,16 +337,16 @@ class _Segments:
         return first_ns
 
 
-def _events(attempt: Attempt, first_ns: int | None) -> tuple[Event, ...]:
+def _events(attempt: Attempt, first_ns: int | None) -> tuple[SpanEvent, ...]:
     events = []
     if first_ns is not None:
-        events.append(Event("first token", first_ns))
+        events.append(SpanEvent("first token", first_ns))
     if attempt.migration_ns:
         attrs: dict[str, Value] = {
             names.MIGRATED_TO: attempt.migration_target,
             names.REASON: attempt.migration_reason,
         }
-        events.append(Event("migration requested", attempt.migration_ns, attrs))
+        events.append(SpanEvent("migration requested", attempt.migration_ns, attrs))
     return tuple(sorted(events, key=lambda event: event.at_ns))
 
 

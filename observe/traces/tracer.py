@@ -22,7 +22,7 @@ from dora_pipe.bus.logged import Damage, fingerprint_of
 from dora_pipe.consumers.place_reader import RecordPlace, stretches
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
-from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts
 from dora_pipe.observe.traces.span import Span
@@ -118,8 +118,8 @@ class Tracer:
         self._follower = LogFollower(bus, topics, self)
         self._readers: dict[TopicPartition, Reader] = {}
         self._slow = SlowGroups()
-        self._events: list[Event] = []
-        self._rounds: list[tuple[int, list[Event]]] = []
+        self._events: list[LedgerEvent] = []
+        self._rounds: list[tuple[int, list[LedgerEvent]]] = []
         """Ended events by round offset, without spans yet."""
         self.caught_up = False
         """The last turn reached the end of the log."""
@@ -170,7 +170,7 @@ class Tracer:
         if events:
             self._rounds.append((offset, events))
 
-    def _chosen(self, run: RunFacts, events: Iterable[Event]) -> Iterator[tuple[Ended, Why]]:
+    def _chosen(self, run: RunFacts, events: Iterable[LedgerEvent]) -> Iterator[tuple[Ended, Why]]:
         for event in events:
             if isinstance(event, StepEnded):
                 yield event, "all"
@@ -189,7 +189,7 @@ class Tracer:
             return step_spans(run, event)
         return group_spans(run, event, contents, sampled=why)
 
-    def _contents(self, events: Iterable[Event]) -> dict[str, Content]:
+    def _contents(self, events: Iterable[LedgerEvent]) -> dict[str, Content]:
         """Return the contents of readable records by trajectory; record others in `damage`."""
         named = {
             (logged.partition, logged.offset): logged

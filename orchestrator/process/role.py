@@ -6,7 +6,7 @@ Garbage is collected only while the loop waits, since it can take as long as a t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +17,17 @@ from dora_pipe.config.model import Timing
 from dora_pipe.core.errors import RunHalted, UsageError
 from dora_pipe.core.loop.effect_runner import BackgroundWriter
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
-from dora_pipe.core.loop.runtime import Meter, Port, Runtime
+from dora_pipe.core.loop.runtime import Meter, PortGroup, Runtime
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers
-from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.machine import OrchestratorEffect, OrchestratorMachine
 from dora_pipe.orchestrator.process.recovery import recover
 from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
 from dora_pipe.orchestrator.process.trim_port import TrimPort
-from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY
+from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, WriteSnapshot
 from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.trimming import MetricsTrimmed
 from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -104,7 +105,10 @@ def run_orchestrator(
             machine,
             bus=bus,
             writer=writer,
-            ports=_ports(topics.run, snapshots, trimmed, clock),
+            port=OrchestratorPorts(
+                None if snapshots is None else SnapshotPort(snapshots, topics.run),
+                None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
+            ),
             clock=clock,
             meter=meter,
             exclusive=True,
@@ -120,11 +124,20 @@ def run_orchestrator(
         writer.close()
 
 
-def _ports(
-    run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
-) -> Sequence[Port]:
-    ports: list[Port] = [] if snapshots is None else [SnapshotPort(snapshots, run)]
-    return ports if trimmed is None else [*ports, TrimPort(trimmed.open_bus, sleep=clock.sleep)]
+class OrchestratorPorts(PortGroup[MetricsTrimmed]):
+    """Ports of the orchestrator; the machine uses only those that it was started with."""
+
+    def __init__(self, snapshots: SnapshotPort | None, trims: TrimPort | None) -> None:
+        super().__init__(snapshots, trims)
+        self._snapshots, self._trims = snapshots, trims
+
+    def start(self, effect: OrchestratorEffect) -> None:
+        if isinstance(effect, WriteSnapshot):
+            assert self._snapshots is not None
+            self._snapshots.start(effect)
+        else:
+            assert self._trims is not None
+            self._trims.start(effect)
 
 
 def _partitions(bus: Bus, topics: Topics) -> list[TopicPartition]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Never
 
 import msgspec
 import zstandard
@@ -141,7 +141,6 @@ TEMPORARY: Final = ".tmp"
 class SnapshotPort:
     """`core.loop.runtime.Port` that skips snapshots while busy."""
 
-    effects: tuple[type, ...] = (WriteSnapshot,)
     busy = False
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -154,7 +153,7 @@ class SnapshotPort:
         """Start writing if idle."""
         self._runner.start(effect)
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[Never]:
         """Return no events."""
         return self._runner.poll()
 

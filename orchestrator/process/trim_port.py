@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.core.errors import SchemaError
@@ -35,8 +35,6 @@ CLOSE_S: Final = 5.0
 class TrimPort:
     """`core.loop.runtime.Port` that opens the log for every trim."""
 
-    effects: tuple[type, ...] = (TrimMetrics,)
-
     def __init__(
         self, open_bus: Callable[[], Bus], *, sleep: Callable[[float], None], in_thread: bool = True
     ) -> None:
@@ -53,7 +51,7 @@ class TrimPort:
         """Start the trim."""
         self._runner.start(effect)
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[MetricsTrimmed]:
         return self._runner.poll()
 
     def close(self) -> None:

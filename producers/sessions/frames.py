@@ -13,13 +13,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.pure.frames import framed, unframed
-from dora_pipe.producers.worker.effects import (
-    AnswerCall,
-    CallAsked,
-    CloseSession,
-    OpenSession,
-    RefuseCall,
-)
+from dora_pipe.producers.worker.effects import CallAsked, SessionEffect
 
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
 
@@ -67,7 +61,6 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request: str
 
 
-SessionEffect = OpenSession | CloseSession | AnswerCall | RefuseCall
 Down = Setup | SessionEffect
 Up = Listening | Begun | CallAsked
 

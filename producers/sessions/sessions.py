@@ -20,13 +20,14 @@ from dora_pipe.producers.sessions.calls import (
     check_template,
 )
 from dora_pipe.producers.sessions.conversations import Conversations, Prompt
-from dora_pipe.producers.sessions.frames import Begun, SessionEffect, Up
+from dora_pipe.producers.sessions.frames import Begun, Up
 from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,
     OpenSession,
     RefuseCall,
+    SessionEffect,
 )
 
 ENDED_MAX: Final = 65_536

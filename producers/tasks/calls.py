@@ -193,6 +193,7 @@ class EpisodeLost(Message, frozen=True, kw_only=True):
 TaskCall = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall
 Answered = PromptReady | EnvObserved | Rewarded | GroupRewarded | AgentEnded | TaskFailed
 TaskEvent = Answered | EpisodeLost
+TaskEffect = TaskCall | Forget
 
 CallState = Literal["sent", "waiting", "main", "running"]
 """State of a call in its process: not begun, waiting for a thread or a pause, in the main thread,

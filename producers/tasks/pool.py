@@ -26,14 +26,12 @@ from dora_pipe.producers.tasks.calls import (
     EpisodeLost,
     Exhausted,
     Forget,
-    GroupCall,
     GroupRewarded,
     Hello,
     Progress,
     PromptCall,
     PromptReady,
     Refused,
-    RewardCall,
     Rewarded,
     StillOpening,
     TaskCall,
@@ -80,8 +78,6 @@ class TaskPool:
     A port of the runtime. Create and use it in the main thread: on Linux its processes die with
     that thread.
     """
-
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
 
     def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
         self._task = task

@@ -1,32 +1,7 @@
-"""Effects that the worker's state machine sends to its ports, and the events they return.
+"""Effects that the worker's machine starts, and the events that its ports report.
 
-    effect            port          answers with                                   done by
-    PromptCall        TaskPort      PromptReady, TaskFailed, EpisodeLost           a task process
-    EnvStep           TaskPort      EnvObserved, TaskFailed, EpisodeLost           a task process
-    RewardCall        TaskPort      Rewarded, TaskFailed, EpisodeLost              a task process
-    GroupCall         TaskPort      GroupRewarded, TaskFailed                      a task process
-    AgentCall         TaskPort      AgentEnded, TaskFailed, EpisodeLost            a task process
-    Forget            TaskPort      -                                              a task process
-    OpenSession       SessionPort   CallAsked, EpisodeLost                         the endpoint
-    AnswerCall        SessionPort   -                                              the endpoint
-    RefuseCall        SessionPort   -                                              the endpoint
-    CloseSession      SessionPort   -                                              the endpoint
-    EngineAdd         EnginePort    EngineStarted, TokensSampled, RequestFinished  the engine
-    EngineCancel      EnginePort    -                                              the engine
-    EngineExport      EnginePort    TokensSampled, EngineExported                  the engine
-    LoadWeights       EnginePort    WeightsLoaded, LoadFailed                      a thread
-    DropWeights       EnginePort    -                                              the engine
-    Sleep             EnginePort    WeightsLoaded                                  the engine
-    PutKv             HandoverPort  KvPut                                          a thread
-    FetchKv           HandoverPort  KvFetched                                      a thread
-    DropKv            HandoverPort  -                                              a thread
-    FetchProgress     ProgressPort  ProgressFetched                                the loop
-    FetchGroup        GroupPort     GroupFetched                                   the loop
-    EncodeTrajectory  CodecPort     TrajectoryEncoded, EncodeFailed                the loop
-    EncodeProgress    CodecPort     ProgressEncoded, EncodeFailed                  the loop
-
-EngineFailed may replace any engine event. A request key (`request.key_of`) includes the attempt, so
-events of an abandoned attempt never match the next one. `tasks.calls` defines those of tasks.
+`EngineFailed` may replace any engine event. A request key (`request.key_of`) includes the attempt,
+so events of an abandoned attempt never match the next one. `tasks.calls` defines those of tasks.
 """
 
 from __future__ import annotations
@@ -41,22 +16,9 @@ from dora_pipe.producers.engines.engine import (
     Kv,
     RequestFinished,
     TokensSampled,
+    WeightsLoaded,
 )
-from dora_pipe.producers.tasks.calls import (
-    AgentCall,
-    AgentEnded,
-    EnvObserved,
-    EnvStep,
-    EpisodeLost,
-    Forget,
-    GroupCall,
-    GroupRewarded,
-    PromptCall,
-    PromptReady,
-    RewardCall,
-    Rewarded,
-    TaskFailed,
-)
+from dora_pipe.producers.tasks.calls import EpisodeLost, TaskEffect, TaskEvent
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
@@ -255,83 +217,18 @@ class GroupFetched(OfRequest, frozen=True, kw_only=True):
     why: str = ""
 
 
-class EncodeTrajectory(OfRequest, frozen=True, kw_only=True):
-    """Encode value and headers of a trajectory."""
+SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
+EngineEffect = EngineAdd | EngineCancel | EngineExport | LoadWeights | DropWeights | Sleep
+HandoverEffect = PutKv | FetchKv | DropKv
+RecordEffect = FetchProgress | FetchGroup
+WorkerEffect = TaskEffect | SessionEffect | EngineEffect | HandoverEffect | RecordEffect
 
-    trajectory: Trajectory
-
-
-class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
-    """Encoded trajectory."""
-
-    value: bytes
-    headers: tuple[tuple[str, bytes], ...]
-    sha256: str
-
-
-class EncodeProgress(OfRequest, frozen=True, kw_only=True):
-    """Encode the value of a progress record."""
-
-    progress: AnyProgress
-
-
-class ProgressEncoded(OfRequest, frozen=True, kw_only=True):
-    """Encoded progress record."""
-
-    value: bytes
-
-
-class EncodeFailed(OfRequest, frozen=True, kw_only=True):
-    """The record violates its schema and must not be logged."""
-
-    message: str
-
-
-Effect = (
-    PromptCall
-    | EnvStep
-    | RewardCall
-    | GroupCall
-    | AgentCall
-    | Forget
-    | OpenSession
-    | AnswerCall
-    | RefuseCall
-    | CloseSession
-    | EngineAdd
-    | EngineCancel
-    | EngineExport
-    | LoadWeights
-    | DropWeights
-    | Sleep
-    | PutKv
-    | FetchKv
-    | DropKv
-    | FetchProgress
-    | FetchGroup
-    | EncodeTrajectory
-    | EncodeProgress
-)
-
-RequestEvent = (
-    PromptReady
-    | EnvObserved
-    | AgentEnded
-    | CallAsked
-    | Rewarded
-    | TaskFailed
-    | EpisodeLost
-    | EngineStarted
-    | TokensSampled
-    | RequestFinished
-    | EngineExported
-    | KvPut
-    | KvFetched
-    | ProgressFetched
-    | TrajectoryEncoded
-    | ProgressEncoded
-    | EncodeFailed
-    | GroupFetched
-    | GroupRewarded
-)
+SessionEvent = CallAsked | EpisodeLost
+HandoverEvent = KvPut | KvFetched
+RecordEvent = ProgressFetched | GroupFetched
+StepEvent = EngineStarted | TokensSampled | RequestFinished | EngineExported
+EnginePortEvent = StepEvent | WeightsLoaded | LoadFailed | EngineFailed
+RequestEvent = TaskEvent | SessionEvent | StepEvent | HandoverEvent | RecordEvent
 """Events of one request or of the scoring of a group."""
+
+WorkerEvent = RequestEvent | EnginePortEvent

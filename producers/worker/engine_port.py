@@ -34,6 +34,7 @@ from dora_pipe.producers.worker.effects import (
     DropWeights,
     EngineAdd,
     EngineCancel,
+    EngineEffect,
     EngineExport,
     EngineExported,
     EngineFailed,
@@ -84,10 +85,6 @@ class EnginePort:
     raises PolicyError, and loading is retried once.
     """
 
-    effects: tuple[type, ...] = (
-        *(EngineAdd, EngineCancel, EngineExport, DropWeights, Sleep, LoadWeights),
-    )
-
     def __init__(
         self,
         engine: Engine,
@@ -107,7 +104,7 @@ class EnginePort:
         self._steps_max = steps_max
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
-        self._later: list[Any] = []  # effects deferred while weights load
+        self._later: list[EngineEffect] = []  # effects deferred while weights load
         self._gone = False
         self._handlers: Handlers = {
             EngineAdd: Handler(do=self._add, failed=self._failed),
@@ -122,9 +119,7 @@ class EnginePort:
         loading: Handlers = {LoadWeights: Handler(do=self._load, failed=_not_loaded)}
         self._loading = EffectRunner("load-weights", loading, in_thread=in_thread)
 
-    def start(
-        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | Sleep | LoadWeights
-    ) -> None:
+    def start(self, effect: EngineEffect) -> None:
         if isinstance(effect, LoadWeights):
             under_way = self._fetching.working or self._loading.working
             assert not under_way, "weights are loaded one version at a time"
@@ -171,7 +166,7 @@ class EnginePort:
                 self._file = event.path
                 self._loading.start(event.effect)
 
-    def _is_ahead(self, effect: Any) -> bool:
+    def _is_ahead(self, effect: EngineEffect) -> bool:
         """Whether the effect needs no slot."""
         return isinstance(effect, EngineAdd) or (
             isinstance(effect, EngineCancel) and effect.request in self._ahead

@@ -11,7 +11,8 @@ publishes nothing more under its incarnation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Literal
 
 import msgspec
 
@@ -19,6 +20,7 @@ from dora_pipe.core.pure.machine import (
     BUS_TURN_NS,
     CaughtUp,
     HeldBack,
+    LoopEvent,
     Now,
     Outputs,
     Publish,
@@ -37,6 +39,8 @@ from dora_pipe.producers.worker.effects import (
     LoadFailed,
     LoadWeights,
     Sleep,
+    WorkerEffect,
+    WorkerEvent,
 )
 from dora_pipe.producers.worker.episodes import TOLD_AGAIN, Episodes
 from dora_pipe.producers.worker.off_engine import NEVER_NS
@@ -52,7 +56,7 @@ from dora_pipe.producers.worker.request import (
     pin_of,
 )
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.scoring import ScoringEvent, Scorings
+from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.producers.worker.transitions import Transitions
@@ -121,26 +125,13 @@ class WorkerMachine:
         kv_used: Callable[[], int],
         prompt_tokens: Callable[[], PromptTokens] = PromptTokens,
         failing: Callable[[], tuple[FailingServer, ...]] = tuple,
+        codec: AbstractContextManager[object] | None = None,
     ) -> None:
         self.setup = setup
-        self.requests = Requests(setup)
+        self.requests = Requests(setup, codec or nullcontext())
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
         self.transitions = Transitions(self.requests, Episodes(self.requests), self.sessions)
-        self._handlers: dict[type, Callable[[Any, Now], None]] = {
-            Record: self._on_record,
-            Published: self._on_published,
-            WeightsLoaded: self._on_loaded,
-            LoadFailed: self._on_load_failed,
-            EngineFailed: self._on_engine_failed,
-            StopAsked: self._on_stop,
-            CaughtUp: self._on_bus_state,
-            HeldBack: self._on_bus_state,
-            GroupFetched: self._on_scoring_event,
-            GroupRewarded: self._on_scoring_event,
-            TaskFailed: self._on_scoring_event,
-        }
-        """Handlers of events; those of requests have their own table, `transitions`."""
         self.served = NOTHING
         self.target = NOTHING
         self.loading: Served | None = None
@@ -179,11 +170,11 @@ class WorkerMachine:
         due_ns = min(self._schedule.due_ns, self._off_engine_due_ns)
         return min(due_ns, self._leave_by_ns) if self._leaving else due_ns
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        out = self.requests.begin_turn(now.mono_ns)
+    def react(self, inputs: Sequence[LoopEvent | WorkerEvent], now: Now) -> Outputs[WorkerEffect]:
+        out = self.requests.begin_turn(now)
         for event in inputs:
             if not self.finished:
-                self._handlers.get(type(event), self.transitions.handle)(event, now)
+                self._handle(event, now)
         if not self.finished:
             self._go_on(now)
         if self.outcome in ("fenced", "replaced"):
@@ -206,23 +197,29 @@ class WorkerMachine:
 
     # Inputs
 
-    def _on_load_failed(self, event: LoadFailed, now: Now) -> None:
-        self.error_hint = event.hint
-        error = f"worker {self.setup.worker} cannot host version {event.version}: {event.message}"
-        self._fail(error, event.here, now)
-
-    def _on_engine_failed(self, event: EngineFailed, now: Now) -> None:
-        self._fail(f"the engine of worker {self.setup.worker} failed: {event.message}", True, now)
-
-    def _on_stop(self, event: StopAsked, now: Now) -> None:
-        self._leave("its process was asked to stop", now)
-
-    def _on_bus_state(self, event: CaughtUp | HeldBack, now: Now) -> None:
-        """Do nothing: decisions about this worker come after it joined; late ones are obeyed."""
-
-    def _on_scoring_event(self, event: ScoringEvent, now: Now) -> None:
-        owner = self.scorings if event.request in self.scorings else self.transitions
-        owner.handle(event, now)
+    def _handle(self, event: LoopEvent | WorkerEvent, now: Now) -> None:
+        name = self.setup.worker
+        match event:
+            case Record():
+                self._on_record(event, now)
+            case Published():
+                self._on_published(event, now)
+            case WeightsLoaded():
+                self._on_loaded(event, now)
+            case LoadFailed():
+                self.error_hint = event.hint
+                error = f"worker {name} cannot host version {event.version}: {event.message}"
+                self._fail(error, event.here, now)
+            case EngineFailed():
+                self._fail(f"the engine of worker {name} failed: {event.message}", True, now)
+            case StopAsked():
+                self._leave("its process was asked to stop", now)
+            case CaughtUp() | HeldBack():
+                pass  # decisions about this worker come after it joined; late ones are obeyed
+            case GroupFetched() | GroupRewarded() | TaskFailed() if event.request in self.scorings:
+                self.scorings.handle(event, now)
+            case _:
+                self.transitions.handle(event, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
         """Raises SchemaError or InvariantBroken, since no decision may be skipped."""

@@ -1,11 +1,10 @@
-"""Worker's ports to task pools, KV handover and codec. Only KV caches are moved in a thread."""
+"""Worker's ports to task pools and KV handover. Only KV caches are moved in a thread."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -21,8 +20,7 @@ from dora_pipe.core.loop.effect_runner import (
     run_effect,
     unanswered,
 )
-from dora_pipe.core.loop.runtime import Meter
-from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.loop.runtime import Port, PortGroup
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks.calls import (
@@ -36,7 +34,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Said,
     SampledTurns,
-    TaskCall,
+    TaskEffect,
     TaskEvent,
     TaskFailed,
     one_line,
@@ -44,22 +42,23 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.producers.worker.effects import (
     DropKv,
-    EncodeFailed,
-    EncodeProgress,
-    EncodeTrajectory,
+    EngineEffect,
+    EnginePortEvent,
     FetchKv,
+    HandoverEffect,
+    HandoverEvent,
     KvFetched,
     KvPut,
-    ProgressEncoded,
     PutKv,
-    TrajectoryEncoded,
+    RecordEffect,
+    RecordEvent,
+    SessionEffect,
+    SessionEvent,
+    WorkerEffect,
+    WorkerEvent,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.headers import header_pairs
-from dora_pipe.schemas.trajectory_codec import encode_any_progress, encode_trajectory
 from dora_pipe.store.transfers.transfers import Lost
-
-CODEC_BUDGET_NS: Final = 5_000_000
 
 
 class Tasks(Protocol):
@@ -69,7 +68,7 @@ class Tasks(Protocol):
     def busy(self) -> bool:
         """Whether there is work for the next poll."""
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         """Begin a call."""
 
     def poll(self) -> Sequence[TaskEvent]:
@@ -101,8 +100,6 @@ class TaskPort:
     A request with messages has a conversation until its reward call or its end.
     """
 
-    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
-
     def __init__(
         self,
         tasks: Tasks,
@@ -125,7 +122,7 @@ class TaskPort:
             Forget: Handler(do=self._forget, failed=unanswered),
         }
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         self._failures += run_effect(self._handlers, effect)
 
     def poll(self) -> list[Any]:
@@ -258,34 +255,49 @@ def prompt_of(
     return chat.start(event.messages, event.tools)
 
 
-class TaskPorts:
+class TaskPorts(PortGroup[TaskEvent]):
     """Task ports of a worker, selected by the `source` of a call."""
 
-    effects: tuple[type, ...] = TaskPort.effects
-
     def __init__(self, ports: Mapping[str, TaskPort]) -> None:
+        super().__init__(*{id(port): port for port in ports.values()}.values())
         self._of = ports
-        self._ports = list({id(port): port for port in ports.values()}.values())
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         self._of[effect.source].start(effect)
 
-    def poll(self) -> list[Any]:
-        return [event for port in self._ports for event in port.poll()]
 
-    @property
-    def busy(self) -> bool:
-        return any(port.busy for port in self._ports)
+class WorkerPorts(PortGroup[WorkerEvent]):
+    """All ports of a worker."""
 
-    def close(self) -> None:
-        for port in self._ports:
-            port.close()
+    def __init__(
+        self,
+        *,
+        tasks: Port[TaskEffect, TaskEvent],
+        sessions: Port[SessionEffect, SessionEvent] | None,
+        records: Port[RecordEffect, RecordEvent],
+        handover: Port[HandoverEffect, HandoverEvent],
+        engine: Port[EngineEffect, EnginePortEvent],
+    ) -> None:
+        super().__init__(tasks, sessions, records, handover, engine)
+        self._tasks, self._sessions, self._records = tasks, sessions, records
+        self._handover, self._engine = handover, engine
+
+    def start(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, EngineEffect):
+            self._engine.start(effect)
+        elif isinstance(effect, TaskEffect):
+            self._tasks.start(effect)
+        elif isinstance(effect, SessionEffect):
+            assert self._sessions is not None, "a source with an agent has an endpoint"
+            self._sessions.start(effect)
+        elif isinstance(effect, RecordEffect):
+            self._records.start(effect)
+        else:
+            self._handover.start(effect)
 
 
 class HandoverPort(EffectRunner):
     """Runs a `Handover` in a thread, or directly for virtual time. A lost cache costs a prefill."""
-
-    effects: tuple[type, ...] = (PutKv, FetchKv, DropKv)
 
     def __init__(self, handover: Handover, *, in_thread: bool = True) -> None:
         handlers: Handlers = {
@@ -319,59 +331,3 @@ def _not_put(effect: PutKv, error: Exception) -> list[KvPut]:
 
 def _not_fetched(effect: FetchKv, error: Exception) -> list[KvFetched]:
     return [KvFetched(request=effect.request, kv=None, why=type(error).__name__)]
-
-
-class CodecPort:
-    """Encodes trajectories and progress records."""
-
-    effects: tuple[type, ...] = (EncodeTrajectory, EncodeProgress)
-
-    def __init__(self, meter: Meter, *, clock: Clock) -> None:
-        self._meter = meter
-        self._clock = clock
-        self._queue: deque[EncodeTrajectory | EncodeProgress] = deque()
-        self._handlers: Handlers = {
-            EncodeTrajectory: Handler(do=_trajectory, failed=_not_encoded),
-            EncodeProgress: Handler(do=_progress, failed=_not_encoded),
-        }
-
-    def start(self, effect: EncodeTrajectory | EncodeProgress) -> None:
-        self._queue.append(effect)
-
-    def poll(self) -> list[Any]:
-        if not self._queue:
-            return []
-        events: list[Any] = []
-        until_ns = self._clock.now_ns() + CODEC_BUDGET_NS
-        with self._meter.spend("codec"):
-            while self._queue:
-                events += run_effect(self._handlers, self._queue.popleft())
-                if self._clock.now_ns() >= until_ns:
-                    break
-        return events
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._queue)
-
-    def close(self) -> None:
-        self._queue.clear()
-
-
-def _trajectory(effect: EncodeTrajectory) -> Iterator[TrajectoryEncoded]:
-    value, headers = encode_trajectory(effect.trajectory)
-    yield TrajectoryEncoded(
-        request=effect.request,
-        value=value,
-        headers=header_pairs(headers),
-        sha256=headers.sha256,
-    )
-
-
-def _progress(effect: EncodeProgress) -> Iterator[ProgressEncoded]:
-    value = encode_any_progress(effect.progress)
-    yield ProgressEncoded(request=effect.request, value=value)
-
-
-def _not_encoded(effect: EncodeTrajectory | EncodeProgress, error: Exception) -> list[EncodeFailed]:
-    return [EncodeFailed(request=effect.request, message=reason(error))]

@@ -53,7 +53,6 @@ class Phase(StrEnum):
     AGENT = "agents"
     ANSWERING = "calls to be durable"
     REWARDING = "rewards"
-    ENCODING = "the codec"
     LOGGING = "the trajectories topic"
     LEAVING = "the progress topic"
     EXPORTING = "the engine to let go"

@@ -14,8 +14,8 @@ from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
 from dora_pipe.producers.worker.effects import (
     CloseSession,
     DropKv,
-    Effect,
     EngineCancel,
+    WorkerEffect,
 )
 from dora_pipe.producers.worker.off_engine import OffEngine
 from dora_pipe.producers.worker.request import (
@@ -39,9 +39,7 @@ from dora_pipe.schemas.metrics import UnansweredCall
 from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.wire import encode
 
-OFF_ENGINE: Final = frozenset(
-    {Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDING, Phase.ENCODING, Phase.LOGGING}
-)
+OFF_ENGINE: Final = frozenset({Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDING, Phase.LOGGING})
 """Phases without an engine slot. A session needs none while none of its calls does."""
 
 REPORTED_MAX: Final = 1000
@@ -67,11 +65,11 @@ class RequestTable:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
-        self.out = Outputs()
+        self.out: Outputs[WorkerEffect] = Outputs()
         self.counts: Counter[str] = Counter()
         self.versions: frozenset[int] = frozenset()
         self.by_key: dict[str, RequestState] = {}
-        self.now_ns = 0
+        self.now = Now(mono_ns=0, wall_ns=0)
         self.turn = 0
         self.ended = 0
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
@@ -83,8 +81,8 @@ class RequestTable:
         self._calls = 0
         self.off_engine = OffEngine()
 
-    def begin_turn(self, now_ns: int) -> Outputs:
-        self.now_ns, self.turn, self.out = now_ns, self.turn + 1, Outputs()
+    def begin_turn(self, now: Now) -> Outputs[WorkerEffect]:
+        self.now, self.turn, self.out = now, self.turn + 1, Outputs()
         return self.out
 
     def in_phase(self, *phases: Phase) -> int:
@@ -145,7 +143,7 @@ class RequestTable:
         found = self.by_key.values()
         return [one for one in found if one.phase in GENERATING and one.call is None]
 
-    def ask(self, effect: Effect) -> None:
+    def ask(self, effect: WorkerEffect) -> None:
         self.out.effects.append(effect)
 
     def say(self, key: str, record: Control, *, tag: str = "") -> None:
@@ -192,7 +190,7 @@ class RequestTable:
             self._count_generating(request, -1 if was else +1)
         self._phases[request.phase] -= 1
         self._phases[phase] += 1
-        request.phase, request.since_ns = phase, self.now_ns
+        request.phase, request.since_ns = phase, self.now.mono_ns
         self._note_phase(request)
 
     def enqueue(self, request: RequestState) -> None:
@@ -317,14 +315,14 @@ class RequestTable:
         if request.phase in GENERATING:
             self._count_generating(request, -1)
         self._phases[request.phase] -= 1
-        self.off_engine.discard(request.key, self.now_ns)
+        self.off_engine.discard(request.key, self.now.mono_ns)
         del self.by_key[request.key]
         if request.call is None:
             self.ended += 1
             return
         self._calls -= 1
         session = self.by_key[request.call.session]
-        session.since_ns = self.now_ns
+        session.since_ns = self.now.mono_ns
         if session.session is not None:
             del session.session.open[request.call.name]
         self._note_phase(session)
@@ -345,9 +343,9 @@ class RequestTable:
             request = self.by_key[request.call.session]
         idle = request.phase is Phase.AGENT and not self._on_engine(request)
         if idle or request.phase in OFF_ENGINE:
-            self.off_engine.add(request.key, self.now_ns)
+            self.off_engine.add(request.key, self.now.mono_ns)
         else:
-            self.off_engine.discard(request.key, self.now_ns)
+            self.off_engine.discard(request.key, self.now.mono_ns)
 
     def _on_engine(self, request: RequestState) -> bool:
         keys = request.session.open.values() if request.session is not None else ()

@@ -1,6 +1,6 @@
 """Transitions of a request in a worker.
 
-    place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> ENCODING -> LOGGING
+    place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> LOGGING
     several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ... (see `episodes`)
     the worker leaves: RUNNING -> LEAVING (its last progress record)
     it came with a KV cache: RESUMING -> FETCHING -> WAITING
@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
+from dora_pipe.core.errors import reason
 from dora_pipe.core.pure.machine import Now, Publish, Published
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
@@ -43,8 +45,6 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.effects import (
-    EncodeFailed,
-    EncodeTrajectory,
     EngineAdd,
     EngineExport,
     EngineExported,
@@ -53,13 +53,11 @@ from dora_pipe.producers.worker.effects import (
     FetchProgress,
     KvFetched,
     KvPut,
-    ProgressEncoded,
     ProgressFetched,
     PutKv,
-    TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import label_of
-from dora_pipe.producers.worker.progress import ProgressRecords
+from dora_pipe.producers.worker.progress import UNENCODABLE, ProgressRecords
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     EPISODE_RESTARTS_MAX,
@@ -79,8 +77,10 @@ from dora_pipe.producers.worker.request_records import logged_of, released_of, t
 from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
+from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import encode_trajectory
 
 EMIT_EVERY_TOKENS: Final = 32
 """Report interval in tokens; unreported tokens are lost if the worker stops."""
@@ -94,8 +94,8 @@ TRAJECTORY_TAG: Final = "t:"
 class Requests(ProgressRecords):
     """All requests of one incarnation."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: WorkerSetup, codec: AbstractContextManager[object]) -> None:
+        super().__init__(setup, codec)
         self.served = NOTHING
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
@@ -250,6 +250,8 @@ class Requests(ProgressRecords):
         if request.replayable:
             request.turn.finish = event.reason
             self.begin_chunk(request, 1)
+            if request.key not in self.by_key:
+                return
         if not request.episode or event.reason != "stop":
             self.complete(request, event.reason, now)
         elif request.phase is Phase.EXPORTING:
@@ -297,7 +299,7 @@ class Requests(ProgressRecords):
             request.start_over()
             self.ask_prompt(request)
 
-    # REWARDING, ENCODING, LOGGING
+    # REWARDING, LOGGING
 
     def complete(
         self,
@@ -342,7 +344,7 @@ class Requests(ProgressRecords):
         request.score.error = f"not scored: {error}"
         if request.episode:
             self.ask(Forget(request=request.key, source=request.source))
-        self.encode(request)
+        self.log(request)
 
     def rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
         if math.isfinite(event.reward):
@@ -351,37 +353,35 @@ class Requests(ProgressRecords):
         else:
             request.score.error = f"NoAnswer: the reward is {event.reward}"
         request.score.at_ns = now.wall_ns
-        self.encode(request)
+        self.log(request)
 
     def reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         request.score.error = f"{event.error}: {event.message}"
         request.score.at_ns = now.wall_ns
-        self.encode(request)
+        self.log(request)
 
-    def encode(self, request: RequestState) -> None:
-        self.enter(request, Phase.ENCODING)
-        trajectory = trajectory_of(request, self.setup)
-        self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))
-
-    def encoded(self, request: RequestState, event: TrajectoryEncoded, now: Now) -> None:
-        if len(event.value) > VALUE_BYTES_MAX:
-            message = f"a trajectory of {len(event.value)} bytes is above {VALUE_BYTES_MAX}"
-            self.give_up(request, now, "RecordTooLarge", message, retryable=False)
+    def log(self, request: RequestState) -> None:
+        self.enter(request, Phase.LOGGING)
+        try:
+            with self.codec:
+                value, headers = encode_trajectory(trajectory_of(request, self.setup))
+        except UNENCODABLE as error:
+            self.give_up(request, self.now, "SchemaError", reason(error), retryable=False)
             return
-        request.sha256, request.value_bytes = event.sha256, len(event.value)
+        if len(value) > VALUE_BYTES_MAX:
+            message = f"a trajectory of {len(value)} bytes is above {VALUE_BYTES_MAX}"
+            self.give_up(request, self.now, "RecordTooLarge", message, retryable=False)
+            return
+        request.sha256, request.value_bytes = headers.sha256, len(value)
         append = Append(
             topic=self.setup.topics.trajectories,
             partition=request.place.spec.partition,
             key=request.place.spec.group.encode(),
-            value=event.value,
-            headers=event.headers,
-            digest=event.sha256,
+            value=value,
+            headers=header_pairs(headers),
+            digest=headers.sha256,
         )
-        self.enter(request, Phase.LOGGING)
         self.out.publish.append(Publish(record=append, tag=TRAJECTORY_TAG + request.key))
-
-    def encode_failed(self, request: RequestState, event: EncodeFailed, now: Now) -> None:
-        self.give_up(request, now, "SchemaError", event.message, retryable=False)
 
     def trajectory_published(self, request: RequestState, event: Published, now: Now) -> None:
         self.counts["logged"] += 1
@@ -391,13 +391,6 @@ class Requests(ProgressRecords):
         self.gone(request)
 
     # Progress records
-
-    def chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """An episode may still lose its reward's process and need this record."""
-        if request.episode:
-            self.append_progress(request, event, now)
-        else:
-            self.counts["progress needless"] += 1
 
     def chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
         request.chain.resume = Resume(

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from dora_pipe.core.errors import (
 )
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.loop.run_lifecycle import run_is_over, wait_for_run
-from dora_pipe.core.loop.runtime import Meter, Port, Runtime
+from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.core.pure.status_schedule import quiet_ns
 from dora_pipe.core.pure.wait_tracker import Limits
@@ -46,8 +46,8 @@ from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.endpoint import SessionPort, reach_directly
 from dora_pipe.producers.sessions.frames import EndpointSetup, SourceSetup
-from dora_pipe.producers.sessions.port import SessionPort, reach_directly
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import (
@@ -60,8 +60,8 @@ from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.engine_port import EnginePort, Policies
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import WorkerMachine, WorkerOutcome
-from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TaskPorts
-from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
+from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, TaskPorts, WorkerPorts
+from dora_pipe.producers.worker.record_port import RecordPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
@@ -290,10 +290,9 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, WorkerOutcome
         setup = _setup(here, engine, params, facts, incarnation, decisions_from)
         addresses = None if endpoint is None else endpoint.addresses
         tasks = task_ports(pools, tokenizer, chats, addresses)
-        ports: list[Port] = [tasks] if endpoint is None else [tasks, endpoint]
         here.joined(setup, facts)
         return incarnation, _serve(
-            here, setup, writer, engine, ports, failing=partial(_failing, pools)
+            here, setup, writer, engine, tasks, endpoint, failing=partial(_failing, pools)
         )
 
 
@@ -352,7 +351,8 @@ def _serve(
     setup: WorkerSetup,
     writer: Writer,
     engine: Engine,
-    asked: Sequence[Port],
+    tasks: TaskPorts,
+    sessions: SessionPort | None,
     *,
     failing: Callable[[], tuple[FailingServer, ...]],
 ) -> WorkerOutcome:
@@ -362,31 +362,25 @@ def _serve(
         kv_used=lambda: engine.kv_used_tokens,
         prompt_tokens=lambda: engine.prompt_tokens,
         failing=failing,
+        codec=here.meter.spend("codec"),
     )
     runtime = Runtime(
         machine,
         bus=here.bus,
         writer=writer,
-        ports=[  # in polling order
-            *asked,
-            CodecPort(here.meter, clock=here.clock),
-            ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
-            GroupPort(
-                here.bus,
-                here.topics.trajectories,
-                here.topics.run,
-                here.meter,
-                clock=here.clock,
-            ),
-            HandoverPort(here.handover),
-            EnginePort(
+        port=WorkerPorts(
+            tasks=tasks,
+            sessions=sessions,
+            records=RecordPort(here.bus, here.topics, here.meter, clock=here.clock),
+            handover=HandoverPort(here.handover),
+            engine=EnginePort(
                 engine,
                 here.store.weights,
                 verify=here.store.verify,
                 fallbacks=here.store.fallbacks.take,
                 clock=here.clock,
             ),
-        ],
+        ),
         clock=here.clock,
         meter=here.meter,
         exclusive=False,

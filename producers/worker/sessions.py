@@ -1,6 +1,6 @@
 """Sessions: requests of agents, programs that call the model until they return.
 
-    place -> (RESUMING) -> AGENT -> REWARDING -> ENCODING -> LOGGING
+    place -> (RESUMING) -> AGENT -> REWARDING -> LOGGING
     a call: WAITING -> RUNNING -> ANSWERING (its record in the progress topic)
 
 A call is an engine request with its session's key and a number (`key#n`).
@@ -35,8 +35,6 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
-    EncodeFailed,
-    EncodeProgress,
     FetchProgress,
     OpenSession,
     ProgressFetched,
@@ -277,11 +275,7 @@ class Sessions:
         if session.logging is None and session.sampled:
             call = self._requests.by_key[session.open[session.sampled[0]]]
             session.logging = turn_progress_of(request, call, self._setup)
-            self._requests.ask(EncodeProgress(request=call.key, progress=session.logging))
-
-    def encode_failed(self, call: RequestState, event: EncodeFailed, now: Now) -> None:
-        request = self._requests.by_key[_call(call).session]
-        self._requests.give_up(request, now, "SchemaError", event.message, retryable=False)
+            self._requests.append_progress(call, session.logging, request)
 
     def durable(self, call: RequestState, event: Published, now: Now) -> None:
         mine = _call(call)

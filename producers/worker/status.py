@@ -25,7 +25,6 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.WAITING: "slot",
     Phase.ANSWERING: "call",
     Phase.AGENT: "agent",
-    Phase.ENCODING: "codec",
     Phase.LOGGING: "append",
     Phase.LEAVING: "leaving",
     Phase.EXPORTING: "export",

@@ -21,15 +21,12 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.worker.effects import (
     CallAsked,
     DropKv,
-    EncodeFailed,
     EngineExported,
     EngineStarted,
     KvFetched,
     KvPut,
-    ProgressEncoded,
     ProgressFetched,
     RequestEvent,
-    TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.progress import PROGRESS_TAG
@@ -40,7 +37,7 @@ from dora_pipe.producers.worker.sessions import Sessions
 Handler = Callable[[RequestState, Any, Now], None]
 Table = Mapping[tuple[Phase, type | str], Handler]
 
-FINISHED: Final = (Phase.REWARDING, Phase.ENCODING, Phase.LOGGING)
+FINISHED: Final = (Phase.REWARDING, Phase.LOGGING)
 
 BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
 """Phases of a replayable episode in which the last turn may not be durable."""
@@ -59,7 +56,7 @@ class Transitions:
             Kind.PLAIN: plain,
             Kind.REPLAYABLE: {**plain, **replayable_table(requests, episodes)},
             Kind.SESSION: {**plain, **session_table(sessions)},
-            Kind.CALL: {**plain, **call_table(requests, sessions)},
+            Kind.CALL: {**plain, **call_table(sessions)},
         }
 
     def handle(self, event: RequestEvent, now: Now) -> None:
@@ -101,9 +98,7 @@ def plain_table(requests: Requests) -> Table:
         (Phase.WAITING, EpisodeLost): requests.episode_lost,
         (Phase.RUNNING, TokensSampled): requests.sampled,
         (Phase.RUNNING, RequestFinished): requests.finished,
-        (Phase.RUNNING, ProgressEncoded): requests.append_progress,
         (Phase.RUNNING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.RUNNING, EncodeFailed): requests.encode_failed,
         (Phase.RUNNING, EpisodeLost): requests.episode_lost,
         (Phase.ENVIRONMENT, EnvObserved): requests.observed,
         (Phase.ENVIRONMENT, TaskFailed): requests.environment_failed,
@@ -111,23 +106,14 @@ def plain_table(requests: Requests) -> Table:
         (Phase.REWARDING, Rewarded): requests.rewarded,
         (Phase.REWARDING, TaskFailed): requests.reward_failed,
         (Phase.REWARDING, EpisodeLost): requests.episode_lost,
-        (Phase.ENCODING, TrajectoryEncoded): requests.encoded,
-        (Phase.ENCODING, EncodeFailed): requests.encode_failed,
         (Phase.LOGGING, TRAJECTORY_TAG): requests.trajectory_published,
         (Phase.EXPORTING, TokensSampled): requests.sampled,
         (Phase.EXPORTING, RequestFinished): requests.finished,
         (Phase.EXPORTING, EngineExported): requests.exported,
-        (Phase.EXPORTING, ProgressEncoded): requests.append_progress,
         (Phase.EXPORTING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.EXPORTING, EncodeFailed): requests.encode_failed,
         (Phase.RELEASING, KvPut): requests.kv_put,
-        (Phase.RELEASING, ProgressEncoded): requests.append_progress,
         (Phase.RELEASING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.RELEASING, EncodeFailed): requests.encode_failed,
-        (Phase.LEAVING, ProgressEncoded): requests.append_progress,
         (Phase.LEAVING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.LEAVING, EncodeFailed): requests.encode_failed,
-        **{(phase, ProgressEncoded): requests.chunk_needless for phase in FINISHED},
         **{(phase, PROGRESS_TAG): requests.chunk_published for phase in FINISHED},
     }
 
@@ -140,9 +126,7 @@ def replayable_table(requests: Requests, episodes: Episodes) -> Table:
         (Phase.ENVIRONMENT, EnvObserved): episodes.observed,
         (Phase.ENVIRONMENT, TaskFailed): episodes.environment_failed,
         **{(phase, EpisodeLost): episodes.episode_lost for phase in REPLAYING},
-        **{(phase, ProgressEncoded): requests.append_progress for phase in BETWEEN},
         **{(phase, PROGRESS_TAG): requests.chunk_published for phase in BETWEEN},
-        **{(phase, EncodeFailed): requests.encode_failed for phase in BETWEEN},
     }
 
 
@@ -159,11 +143,9 @@ def session_table(sessions: Sessions) -> Table:
     }
 
 
-def call_table(requests: Requests, sessions: Sessions) -> Table:
+def call_table(sessions: Sessions) -> Table:
     """Return the transitions of a session's call to the model."""
     return {
         (Phase.RUNNING, RequestFinished): sessions.sampled,
-        (Phase.ANSWERING, ProgressEncoded): requests.append_progress,
         (Phase.ANSWERING, PROGRESS_TAG): sessions.durable,
-        (Phase.ANSWERING, EncodeFailed): sessions.encode_failed,
     }

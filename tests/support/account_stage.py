@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.spans import Content
 from dora_pipe.schemas.control import (
@@ -144,7 +144,7 @@ def commit(ms: float, step: int = 4, *, attempt: int = 1, group: str = GROUP) ->
 @dataclass
 class AccountStage:
     account: RunAccount = field(default_factory=RunAccount)
-    events: list[Event] = field(default_factory=list)
+    events: list[LedgerEvent] = field(default_factory=list)
     started: RunStarted | None = None
     _offset: int = 0
     _round: int = 0

@@ -45,8 +45,6 @@ class _RunningAgent:
 class AgentsPort:
     """Agents of a worker and their endpoint; `thinks` is the number of polls before each event."""
 
-    effects: tuple[type, ...] = (AgentCall, OpenSession, AnswerCall, RefuseCall, CloseSession)
-
     def __init__(self, play: Play, *, thinks: Callable[[], int] = lambda: 0) -> None:
         self._play, self._thinks = play, thinks
         self._running: dict[str, _RunningAgent] = {}

@@ -50,8 +50,8 @@ from dora_pipe.producers.engines.simulated import (
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
-from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TextCodec
-from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
+from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, TextCodec, WorkerPorts
+from dora_pipe.producers.worker.record_port import RecordPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
@@ -133,7 +133,7 @@ class BriskBus(BusWrapper):
 class Role:
     name: str
     machine: Any
-    runtime: Runtime
+    runtime: Runtime[Any, Any]
     ears: Ears
     frozen: bool = False
 
@@ -393,22 +393,14 @@ class Cluster:
             first = self.run_started.policy.digest
             engine.load(self.store.weights(first), version=0, digest=first)
             engine.drop(0)
-        ports = [
-            self.engine_port(engine, self.store_of(site.name)),
-            TaskPort(tasks, self.parts.texts(self.assets)),
-            CodecPort(site.meter, clock=self.clock),
-            ProgressPort(self.open_bus(), self.topics.progress, site.meter, clock=self.clock),
-            HandoverPort(self.handover, in_thread=False),
-            GroupPort(
-                self.open_bus(),
-                self.topics.trajectories,
-                self.topics.run,
-                site.meter,
-                clock=self.clock,
-            ),
-        ]
         return WorkerParts(
-            ports=ports,
+            port=WorkerPorts(
+                tasks=TaskPort(tasks, self.parts.texts(self.assets)),
+                sessions=None,
+                records=RecordPort(self.open_bus(), self.topics, site.meter, clock=self.clock),
+                handover=HandoverPort(self.handover, in_thread=False),
+                engine=self.engine_port(engine, self.store_of(site.name)),
+            ),
             engine=engine,
             single_turn=not tasks.episodes or tasks.replayable,
             stop_ids=self.parts.stop_ids(self.assets),
@@ -439,7 +431,7 @@ class Cluster:
             meter=site.meter,
         )
         port = SlowPort(handlers, self.train_ticks)
-        return TrainerParts(ports=[port], cached=port.cached)
+        return TrainerParts(port=port, cached=port.cached)
 
     def _make_learner(self) -> Learner:
         reference = self.store.weights_path(self.run_started.policy.digest)

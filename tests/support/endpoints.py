@@ -11,8 +11,8 @@ from typing import Any
 
 from dora_pipe.config import model
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.sessions.endpoint import SessionPort
 from dora_pipe.producers.sessions.frames import EndpointSetup, SourceSetup
-from dora_pipe.producers.sessions.port import SessionPort
 from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,

@@ -279,7 +279,6 @@ class World:
             self.machine,
             bus=bus,
             writer=writer,
-            ports=(),
             clock=self.clock,
             meter=self.meter,
             exclusive=True,

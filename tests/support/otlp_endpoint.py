@@ -18,7 +18,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from dora_pipe.observe.traces.names import Kind
-from dora_pipe.observe.traces.span import Event, Link, Span, Value
+from dora_pipe.observe.traces.span import Link, Span, SpanEvent, Value
 
 KINDS: dict[int, Kind] = {1: "internal", 4: "producer", 5: "consumer"}
 
@@ -135,7 +135,7 @@ def _span(span: trace_pb2.Span) -> Span:
         end_ns=span.end_time_unix_nano,
         attributes=_attributes(span.attributes),
         events=tuple(
-            Event(e.name, e.time_unix_nano, _attributes(e.attributes)) for e in span.events
+            SpanEvent(e.name, e.time_unix_nano, _attributes(e.attributes)) for e in span.events
         ),
         links=tuple(
             Link(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes))

@@ -13,6 +13,7 @@ from dora_pipe.consumers.trainer.effects import (
     Restore,
     Restored,
     StepTrained,
+    TrainerEffect,
     TrainStep,
 )
 from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
@@ -106,7 +107,7 @@ class Driver:
         self._read(outputs)
         return outputs.effects
 
-    def _read(self, outputs: Outputs) -> None:
+    def _read(self, outputs: Outputs[TrainerEffect]) -> None:
         for entry in outputs.publish:
             record = entry.record
             if record.topic == TOPICS.control:

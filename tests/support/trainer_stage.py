@@ -317,7 +317,7 @@ class StagedTrainer:
             self.machine,
             bus=bus,
             writer=writer,
-            ports=[self.port],
+            port=self.port,
             clock=stage.clock,
             meter=meter,
             exclusive=True,

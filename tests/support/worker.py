@@ -15,11 +15,13 @@ from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.tasks.calls import AgentCall
+from dora_pipe.producers.worker.effects import WorkerEffect
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
-from dora_pipe.producers.worker.record_ports import GroupPort, ProgressPort
+from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, WorkerPorts
+from dora_pipe.producers.worker.record_port import RecordPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -117,6 +119,17 @@ def setup_of(incarnation: int, decisions_from: int = 0, **changes: Any) -> Worke
     return WorkerSetup(**(settings | changes))
 
 
+class PortsOfAgents(WorkerPorts):
+    """Ports of a worker whose agents are called by the port of its sessions."""
+
+    def start(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, AgentCall):
+            sessions: Any = self._sessions
+            sessions.start(effect)
+        else:
+            super().start(effect)
+
+
 class Worker:
     def __init__(
         self, world: World, setup: WorkerSetup, tasks: InlineTasks, agents: AgentsPort | None = None
@@ -137,21 +150,19 @@ class Worker:
             self.machine,
             bus=world.bus,
             writer=world.bus.writer(),
-            ports=[
-                TaskPort(tasks, Numbers()),
-                *(() if agents is None else (agents,)),  # last: agents are called here
-                CodecPort(self.meter, clock=clock),
-                ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
-                GroupPort(world.bus, TOPICS.trajectories, TOPICS.run, self.meter, clock=clock),
-                HandoverPort(world.handover, in_thread=world.handover_thread),
-                EnginePort(
+            port=(WorkerPorts if agents is None else PortsOfAgents)(
+                tasks=TaskPort(tasks, Numbers()),
+                sessions=agents,
+                records=RecordPort(world.bus, TOPICS, self.meter, clock=clock),
+                handover=HandoverPort(world.handover, in_thread=world.handover_thread),
+                engine=EnginePort(
                     self.engine,
                     world.weights_path,
                     clock=clock,
                     in_thread=False,
                     steps_max=world.steps_max,
                 ),
-            ],
+            ),
             clock=clock,
             meter=self.meter,
             exclusive=False,

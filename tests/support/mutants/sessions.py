@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.pure.machine import Now, Published
-from dora_pipe.producers.worker import sessions, transitions
+from dora_pipe.producers.worker import sessions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
-from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
+from dora_pipe.producers.worker.effects import CallAsked
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase, RequestState, Served
 from dora_pipe.producers.worker.request_table import RequestTable
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def _answered_early(patches: Patches) -> None:
-    right = transitions.call_table
+    right = Sessions._log
 
-    def call_table(requests: Requests, of: Sessions) -> transitions.Table:
-        def encoded(call: RequestState, event: ProgressEncoded, now: Now) -> None:
-            requests.append_progress(call, event, now)
-            partition = call.place.spec.partition
-            of.durable(call, Published(tag="", topic="", partition=partition, offset=0), now)
+    def log(self: Sessions, request: RequestState) -> None:
+        right(self, request)
+        session = sessions._session(request)
+        if session.logging is not None:
+            call = self._requests.by_key[session.open[session.sampled[0]]]
+            published = Published(tag="", topic="", partition=call.place.spec.partition, offset=0)
+            self.durable(call, published, self._requests.now)
 
-        return {**right(requests, of), (Phase.ANSWERING, ProgressEncoded): encoded}
-
-    patches.put(transitions, "call_table", call_table)
+    patches.put(Sessions, "_log", log)
 
 
 def _occurrences_go_on(patches: Patches) -> None:

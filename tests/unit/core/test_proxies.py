@@ -11,7 +11,7 @@ import pytest
 import requests.utils
 
 from dora_pipe.core.system.proxies import bypass_proxies
-from dora_pipe.producers.sessions.port import host_of_agents
+from dora_pipe.producers.sessions.endpoint import host_of_agents
 
 PROXY = "http://192.0.2.1:3128"
 BYPASSED = ["127.0.0.1", "localhost", "[::1]", "10.0.0.5", "inside.example"]

@@ -43,7 +43,6 @@ class Heard:
 
 @dataclass
 class Room:
-    effects: tuple[type, ...] = (Shout,)
     said: list[str] = field(default_factory=list)
     closed: bool = False
 
@@ -64,7 +63,7 @@ class Room:
 
 @dataclass
 class Recorder:
-    plan: list[Outputs] = field(default_factory=list)
+    plan: list[Outputs[Shout]] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     reactions: int = 0
     due_ns: int = 2**62
@@ -73,7 +72,7 @@ class Recorder:
     def positions(self) -> Mapping[TopicPartition, int]:
         return {IN: 0}
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs[Shout]:
         self.reactions += 1
         self.inputs.extend(inputs)
         if StopAsked() in inputs:
@@ -91,7 +90,7 @@ def world(
     exclusive: bool = False,
     turn_ns: int = 0,
     status_faults: FaultPlan | None = None,
-) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
+) -> tuple[Runtime[Shout, Heard], MemoryBus, VirtualClock, Room]:
     log = MemoryLog()
     outside = MemoryBus(log)
     outside.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
@@ -101,7 +100,7 @@ def world(
         machine,
         bus=bus,
         writer=bus.writer(exclusive="one" if exclusive else None),
-        ports=[room],
+        port=room,
         clock=clock,
         meter=Meter(),
         exclusive=exclusive,
@@ -111,7 +110,7 @@ def world(
     return runtime, outside, clock, room
 
 
-def publish(text: str, tag: str = "", *, lossy: bool = False) -> Outputs:
+def publish(text: str, tag: str = "", *, lossy: bool = False) -> Outputs[Shout]:
     record = Append(topic=OUT.topic, value=text.encode())
     return Outputs(publish=[Publish(record=record, tag=tag, lossy=lossy)])
 
@@ -131,7 +130,6 @@ def test_a_role_ends_when_records_that_it_must_keep_are_deleted(topic: str, ends
         Recorder(),
         bus=bus,
         writer=bus.writer(),
-        ports=[],
         clock=clock,
         meter=Meter(),
         exclusive=False,
@@ -165,7 +163,6 @@ def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start()
         machine,
         bus=bus,
         writer=bus.writer(),
-        ports=[],
         clock=VirtualClock(),
         meter=Meter(),
         exclusive=False,
@@ -292,7 +289,6 @@ def test_a_machine_is_told_while_records_are_held_back_and_catches_up_only_behin
         machine,
         bus=bus,
         writer=bus.writer(),
-        ports=[],
         clock=clock,
         meter=Meter(),
         exclusive=False,
@@ -343,21 +339,20 @@ class SlowWriter:
 class Flooding(Recorder):
     flooded: threading.Event = field(default_factory=threading.Event)
 
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs[Shout]:
         if StopAsked() in inputs:
             self.flooded.set()
             return Outputs(publish=publish("more").publish * HELD_MAX)
         return publish("first") if CaughtUp() in inputs else Outputs()
 
 
-def in_background(machine: Recorder, writer: SlowWriter) -> Runtime:
+def in_background(machine: Recorder, writer: SlowWriter) -> Runtime[Shout, Heard]:
     bus = MemoryBus(MemoryLog())
     bus.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
     return Runtime(
         machine,
         bus=bus,
         writer=writer,
-        ports=[],
         clock=VirtualClock(),
         meter=Meter(),
         exclusive=False,

@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.core.pure.machine import CaughtUp, Now, Outputs
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator import planner
-from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.machine import OrchestratorEffect, OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.dead_letter import decode_dead_letter
@@ -77,7 +77,7 @@ class Bench:
         )
         return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(status))
 
-    def react(self, *inputs: Any) -> Outputs:
+    def react(self, *inputs: Any) -> Outputs[OrchestratorEffect]:
         now_ns = int(self.now_s * 1e9)
         outputs = self.machine.react(inputs, Now(mono_ns=now_ns, wall_ns=WALL_NS + now_ns))
         for entry in outputs.publish:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator.process import trim_port
-from dora_pipe.orchestrator.process.role import Instance, start_machine
+from dora_pipe.orchestrator.process.role import Instance, OrchestratorPorts, start_machine
 from dora_pipe.orchestrator.process.trim_port import GRAIN, TrimPort, cut_of
 from dora_pipe.orchestrator.trimming import (
     GUARD_NS_MIN,
@@ -195,7 +196,7 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
 
 def runtime_of(
     bus: MemoryBus, topics: Topics, config: Config, clock: WorldClock, keep_ns: int
-) -> Runtime:
+) -> Runtime[Any, Any]:
     writer, meter = bus.writer(exclusive="o"), Meter()
     machine = start_machine(
         bus=bus,
@@ -212,7 +213,9 @@ def runtime_of(
         machine,
         bus=bus,
         writer=writer,
-        ports=[TrimPort(lambda: MemoryBus(bus.log), sleep=clock.sleep, in_thread=False)],
+        port=OrchestratorPorts(
+            None, TrimPort(lambda: MemoryBus(bus.log), sleep=clock.sleep, in_thread=False)
+        ),
         clock=clock,
         meter=meter,
         exclusive=True,

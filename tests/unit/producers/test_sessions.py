@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +24,10 @@ from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,
-    EncodeProgress,
-    EncodeTrajectory,
     EngineAdd,
     EngineCancel,
     EngineStarted,
     OpenSession,
-    ProgressEncoded,
     RefuseCall,
 )
 from dora_pipe.producers.worker.episodes import Episodes
@@ -42,6 +40,7 @@ from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import TurnProgress, answer_of
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, decode_turn_progress
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
 NOW = Now(mono_ns=5, wall_ns=10**18)
@@ -51,7 +50,7 @@ KEY = f"{TRAJECTORY}/1"
 
 class Driver:
     def __init__(self, **changes: Any) -> None:
-        self.requests = Requests(setup_of(incarnation=9, **{**OF_AGENTS, **changes}))
+        self.requests = Requests(setup_of(incarnation=9, **{**OF_AGENTS, **changes}), nullcontext())
         self.requests.versions = frozenset({0})
         self.sessions = Sessions(self.requests)
         self.transitions = Transitions(self.requests, Episodes(self.requests), self.sessions)
@@ -73,7 +72,7 @@ class Driver:
 
     def give(self, *events: Any) -> list[Any]:
         now = self.now
-        self.requests.begin_turn(now.mono_ns)
+        self.requests.begin_turn(now)
         for event in events:
             if isinstance(event, Published):
                 self.transitions.handle_published(event, now)
@@ -101,9 +100,11 @@ class Driver:
 
     def log(self, key: str, offset: int) -> list[Any]:
         return self.give(
-            ProgressEncoded(request=key, value=b"p"),
             Published(tag=f"p:{key}", topic="r.progress", partition=0, offset=offset),
         )
+
+    def written(self) -> TurnProgress:
+        return decode_turn_progress(self.requests.out.publish[-1].record.value)
 
     def phase(self, key: str = KEY) -> Phase:
         return self.requests.by_key[key].phase
@@ -132,9 +133,8 @@ def test_wall_clock_that_jumps_back_answers_no_call_before_it_was_asked() -> Non
 def test_call_is_recorded_then_answered() -> None:
     driver = Driver()
     driver.ask(5, [1, 2], api="chat", caller="me", asked={"top_p": 0.5})
-    (encode,) = driver.sample(f"{KEY}#0", [7, 8])
-    assert isinstance(encode, EncodeProgress) and isinstance(encode.progress, TurnProgress)
-    turn = encode.progress
+    assert driver.sample(f"{KEY}#0", [7, 8]) == []
+    turn = driver.written()
     assert (turn.turn, turn.context, turn.parent, turn.shared) == (0, 0, -1, 0)
     assert (turn.given_ids, turn.token_ids, turn.prefills) == ([1, 2], [7, 8], (2,))
     assert (turn.call.start, turn.call.end, turn.call.finish) == (2, 4, "stop")
@@ -167,9 +167,9 @@ def test_what_ends_a_call_beside_the_run_s_is_the_engine_s_and_stands_in_its_rec
     assert isinstance(add, EngineAdd)
     params = add.request.params
     assert (params.stop, params.stop_ids) == ((*run.stop, "END"), (*run.stop_ids, 7))
-    (encode,) = driver.sample(f"{KEY}#0", [7])
-    assert isinstance(encode, EncodeProgress) and isinstance(encode.progress, TurnProgress)
-    assert (encode.progress.call.stop, encode.progress.call.stop_ids) == (("END",), (7,))
+    driver.sample(f"{KEY}#0", [7])
+    call = driver.written().call
+    assert (call.stop, call.stop_ids) == (("END",), (7,))
     driver.log(f"{KEY}#0", 4)
     (add,) = driver.ask(6, [1, 2, 7, 8])
     assert isinstance(add, EngineAdd) and add.request.params.stop_ids == run.stop_ids
@@ -184,7 +184,7 @@ def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
     assert driver.ask(1, [1, 2, 7]) == []
     assert driver.requests.counts["calls too late"] == 1
     driver.give(Rewarded(request=KEY, reward=1.0, raw=None, parts={}))
-    assert driver.phase() is Phase.ENCODING
+    assert driver.phase() is Phase.LOGGING
 
 
 def test_call_that_its_agent_has_not_waited_for_is_no_part_of_the_trajectory() -> None:
@@ -203,13 +203,12 @@ def test_engine_s_error_refuses_the_call_and_ends_the_trajectory_with_what_was_a
     key = f"{KEY}#1"
     driver.give(EngineStarted(request=key, at_ns=7))
     error = RequestFinished(request=key, reason="error", error="no more memory")
-    refused, closed, _, forget, encode = driver.give(error)
+    refused, closed, _, forget = driver.give(error)
     assert refused == RefuseCall(
         request=KEY, call=1, status=500, code="engine_error", message="no more memory"
     )
     assert isinstance(closed, CloseSession) and isinstance(forget, Forget)
-    assert isinstance(encode, EncodeTrajectory)
-    meta = encode.trajectory.meta
+    meta = decode_trajectory(driver.requests.out.publish[-1].record.value).meta
     assert (meta.finish, meta.error) == ("error", "EngineError: no more memory")
     assert len(meta.calls) == 1
 

@@ -61,7 +61,7 @@ class Recorder:
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
         self.records.extend(records)
 
-    def wrap(self, role: Role, machine: Machine) -> Machine:
+    def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]:
         return machine
 
 

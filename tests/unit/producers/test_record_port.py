@@ -1,8 +1,6 @@
-"""Tests of ports to codec and progress chains."""
+"""Tests of the port that reads progress chains."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -11,56 +9,15 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.core.errors import LogTruncated
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.pure.records import Append
-from dora_pipe.producers.worker.effects import (
-    EncodeFailed,
-    EncodeTrajectory,
-    FetchProgress,
-    ProgressFetched,
-    TrajectoryEncoded,
-)
-from dora_pipe.producers.worker.ports import CodecPort
-from dora_pipe.producers.worker.record_ports import ProgressPort
+from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
+from dora_pipe.producers.worker.record_port import RecordPort
 from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress
-from tests.support.batches import make_trajectory
+from dora_pipe.schemas.trajectory_codec import encode_progress
 from tests.support.worker import VirtualClock
 
 PROGRESS = "r.progress"
-
-
-# Codec
-
-
-def _trajectory_effect() -> EncodeTrajectory:
-    return EncodeTrajectory(request="a", trajectory=make_trajectory("g0000000000-000"))
-
-
-def test_codec_makes_value_headers_and_digest_and_books_the_time() -> None:
-    meter = Meter()
-    port = CodecPort(meter, clock=VirtualClock())
-    for _ in range(20):
-        port.start(_trajectory_effect())
-    assert port.busy
-    events = port.poll()
-    assert len(events) == 20 and not port.busy
-    encoded = events[0]
-    assert isinstance(encoded, TrajectoryEncoded)
-    assert decode_trajectory(encoded.value) == _trajectory_effect().trajectory
-    assert dict(encoded.headers)["sha256"].decode() == encoded.sha256
-    assert meter.cost().codec_s > 0
-
-
-def test_record_that_breaks_its_rules_is_an_event() -> None:
-    port = CodecPort(Meter(), clock=VirtualClock())
-    broken = replace(make_trajectory("g0000000000-000"), digest="0")
-    port.start(EncodeTrajectory(request="a", trajectory=broken))
-    (event,) = port.poll()
-    assert isinstance(event, EncodeFailed)
-    assert "64 hex digits" in event.message
-
-
-# Progress chains
 
 
 def _chunk(start: int, previous: int) -> Progress:
@@ -90,7 +47,7 @@ def _log(*values: bytes) -> tuple[MemoryBus, list[int]]:
 
 def _fetch(bus: MemoryBus, offset: int, clock: VirtualClock | None = None) -> ProgressFetched:
     clock = clock or VirtualClock()
-    port = ProgressPort(bus, PROGRESS, Meter(), clock=clock)
+    port = RecordPort(bus, Topics("r"), Meter(), clock=clock)
     port.start(FetchProgress(request="a", resume=Resume(tokens=1, partition=1, offset=offset)))
     for _ in range(10_000):
         assert port.busy

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.core.errors import ConfigError, ResourceError
 from dora_pipe.core.system.console import own_name
@@ -19,7 +19,6 @@ from dora_pipe.producers.sessions.frames import (
     Begun,
     Down,
     EndpointSetup,
-    SessionEffect,
     Setup,
     Up,
     pack,
@@ -27,11 +26,11 @@ from dora_pipe.producers.sessions.frames import (
 )
 from dora_pipe.producers.tasks.calls import EpisodeLost
 from dora_pipe.producers.worker.effects import (
-    AnswerCall,
     CallAsked,
     CloseSession,
     OpenSession,
-    RefuseCall,
+    SessionEffect,
+    SessionEvent,
 )
 
 BACKLOG: Final = 4096
@@ -62,8 +61,6 @@ class SessionPort:
     listen, ResourceError if processes keep exiting.
     """
 
-    effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
-
     def __init__(self, setup: EndpointSetup) -> None:
         self._setup = setup
         self._door = _listening(setup.listen)
@@ -75,7 +72,7 @@ class SessionPort:
         """Source by request."""
         self._opening: Counter[str] = Counter()
         """Opened but not begun: calls still belong to the previous session."""
-        self._events: list[Any] = []
+        self._events: list[SessionEvent] = []
         self._deaths_in_a_row = 0
         self._started = 0
         self.deaths = 0
@@ -98,7 +95,7 @@ class SessionPort:
         self._put(effect)
         self._flush()
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[SessionEvent]:
         """Return new events. Raises ResourceError."""
         self._flush()
         self._receive()

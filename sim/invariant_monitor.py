@@ -20,7 +20,7 @@ from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.off_engine import AVERAGED_NS
+from dora_pipe.producers.worker.status import AVERAGED_NS
 from dora_pipe.schemas.control import (
     REPLAY_DIFFERS,
     RequestFailed,

@@ -59,8 +59,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
-from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, WorkerPorts
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import HandoverPort, RecordPort, TaskPort, WorkerPorts
 from dora_pipe.schemas.control import DataSet, RunStarted
 from dora_pipe.schemas.metrics import Cost, FailingServer
 from dora_pipe.schemas.policy import Manifest

@@ -21,7 +21,7 @@ from dora_pipe.producers.engines.engine import (
     TokensSampled,
     WeightsLoaded,
 )
-from dora_pipe.producers.engines.requests import Decode, check_request, kv_mismatch
+from dora_pipe.producers.engines.requests import Decode, RunningRequest, check_request, kv_mismatch
 from dora_pipe.schemas.rounds import NO_VERSION
 from dora_pipe.store.adapters import base_of
 from dora_pipe.store.model_dir import CONFIG, positions_of, read_config
@@ -52,7 +52,7 @@ class Version:
 
 
 V = TypeVar("V", bound=Version)
-R = TypeVar("R")
+R = TypeVar("R", bound=RunningRequest)
 
 
 class ResidentVersions(Generic[V]):
@@ -302,12 +302,11 @@ class EngineBase(Generic[R]):
         """Resume a row after a weight change."""
 
     def _emit(self, row: R) -> TokensSampled | None:
-        """Return the row's pending tokens."""
-        raise NotImplementedError
+        return row.emit()
 
     def _let_go(self, row: R) -> None:
         """Free the row's slot, in any state."""
-        raise NotImplementedError
+        del self._rows[row.request.request]
 
     def _kv_of(self, row: R) -> Kv | None:
         return None

@@ -24,8 +24,6 @@ Copied = Callable[[int, int], Array]
 
 @dataclass(slots=True, eq=False)
 class _Edge:
-    """Tokens after those of `parent`."""
-
     ids: Integers
     data: Array
     parent: _Edge | None

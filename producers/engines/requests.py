@@ -168,6 +168,11 @@ class RunningRequest:
     first_ns: int = 0
 
     @property
+    def sampled(self) -> int:
+        """Return the tokens that count against `max_tokens`."""
+        return self.request.sampled + len(self.tokens)
+
+    @property
     def sequence(self) -> list[int]:
         return [*self.request.token_ids, *self.tokens]
 
@@ -175,22 +180,27 @@ class RunningRequest:
     def length(self) -> int:
         return len(self.request.token_ids) + len(self.tokens)
 
-    def extend(
-        self, tokens: list[int], logprobs: list[float], sampler_logprobs: list[float]
-    ) -> StopReason | None:
-        """Append tokens; return why the request ends.
+    def append(self, token: int, logprob: float, sampler_logprob: float) -> StopReason | None:
+        """Append a token; return whether a stop string ends the request, or a log-prob that is not
+        finite, which drops the token."""
+        if not math.isfinite(logprob):
+            return "error"
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.sampler_logprobs.append(sampler_logprob)
+        return "stop" if self.stops is not None and self.stops.feed(token) else None
 
-        Drops tokens after a stop string, and from the first log-prob that is not finite.
-        """
-        for token, logprob, sampler_logprob in zip(tokens, logprobs, sampler_logprobs, strict=True):
-            if not math.isfinite(logprob):
-                return "error"
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.sampler_logprobs.append(sampler_logprob)
-            if self.stops is not None and self.stops.feed(token):
-                return "stop"
-        return None
+    def sample(
+        self, token: int, logprob: float, sampler_logprob: float, context_tokens: int
+    ) -> StopReason | None:
+        """Append a token; return why the request ends, by stop ids and limits too."""
+        reason, params = self.append(token, logprob, sampler_logprob), self.request.params
+        if reason is not None:
+            return reason
+        if token in params.stop_ids:
+            return "stop"
+        full = self.length >= context_tokens or self.sampled >= params.max_tokens
+        return "length" if full else None
 
     def emit(self) -> TokensSampled | None:
         start, self.sent = self.sent, len(self.tokens)
@@ -214,7 +224,7 @@ class RunningRequest:
         return reason is not None or 0 < self.request.emit_every <= len(self.tokens) - self.sent
 
     def events(self, reason: StopReason | None, message: str = "") -> list[EngineEvent]:
-        """Return the events of a step; `said` describes an error."""
+        """Return the events of a step; `message` describes an error."""
         if not self.emits(reason):
             return []
         sampled = self.emit()

@@ -29,7 +29,6 @@ from dora_pipe.producers.engines.engine import (
     EngineRequest,
     Kv,
     StopReason,
-    TokensSampled,
 )
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
 
@@ -77,10 +76,6 @@ class _Row(RunningRequest):
     computed: bool = False
     """The cache is imported or prefilled."""
 
-    @property
-    def sampled(self) -> int:
-        return self.request.sampled + len(self.tokens)
-
 
 @lru_cache(maxsize=1024)
 def _key(digest: str) -> int:
@@ -92,8 +87,6 @@ def _seed(request: EngineRequest) -> int:
 
 
 class _Versions(ResidentVersions[Version]):
-    """Versions without a base."""
-
     def is_whole(self, weights: Path, digest: str) -> bool:
         return not self.adapters
 
@@ -197,12 +190,6 @@ class SimulatedEngine(EngineBase[_Row]):
     def _go_on(self, row: _Row) -> None:
         row.computed, row.under = False, self._versions.of(row.request)
 
-    def _emit(self, row: _Row) -> TokensSampled | None:
-        return row.emit()
-
-    def _let_go(self, row: _Row) -> None:
-        del self._rows[row.request.request]
-
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         return KV_ARRAY, "<u8", (2,)
 
@@ -224,18 +211,15 @@ class SimulatedEngine(EngineBase[_Row]):
         return end
 
     def _advance(self, row: _Row) -> StopReason | None:
-        params = row.request.params
         if not row.tokens:
             row.first_ns = self._clock.wall_ns()
         token, logprob = self._sample(row)
         row.computed = True
-        reason = row.extend([token], [logprob], [logprob if params.temperature else 0.0])
+        sampler_logprob = logprob if row.request.params.temperature else 0.0
+        reason = row.sample(token, logprob, sampler_logprob, self.context_tokens)
         if row.sampled == row.turn_ends:
             row.turn_ends = self._turn_end(row.seed, row.sampled)
-        if token in params.stop_ids:
-            return "stop"
-        full = row.length >= self.context_tokens or row.sampled >= params.max_tokens
-        return reason or ("length" if full else None)
+        return reason
 
     def _sample(self, row: _Row) -> tuple[int, float]:
         drawn = mix64(mix64(_key(row.under.digest) ^ row.seed) ^ row.length)

@@ -158,7 +158,6 @@ class EnginePort:
         self._loading.close(wait_s=CLOSE_S)
 
     def _take_fetched(self) -> None:
-        """Load fetched weights; the thread then owns the engine."""
         for event in self._fetching.poll():
             if not isinstance(event, _Fetched):
                 self._events.append(event)
@@ -167,7 +166,6 @@ class EnginePort:
                 self._loading.start(event.effect)
 
     def _is_ahead(self, effect: EngineEffect) -> bool:
-        """Whether the effect needs no slot."""
         return isinstance(effect, EngineAdd) or (
             isinstance(effect, EngineCancel) and effect.request in self._ahead
         )

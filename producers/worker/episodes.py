@@ -26,8 +26,7 @@ from dora_pipe.producers.worker.request import (
     RequestState,
 )
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.resume import sequence_of
-from dora_pipe.producers.worker.sequence import Exchange
+from dora_pipe.producers.worker.sequence import Exchange, sequence_of
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 
 FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "length": "length"}

@@ -43,8 +43,6 @@ from dora_pipe.producers.worker.effects import (
     WorkerEvent,
 )
 from dora_pipe.producers.worker.episodes import TOLD_AGAIN, Episodes
-from dora_pipe.producers.worker.off_engine import NEVER_NS
-from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
@@ -55,10 +53,11 @@ from dora_pipe.producers.worker.request import (
     WorkerSetup,
     pin_of,
 )
+from dora_pipe.producers.worker.request_table import PROGRESS_TAG
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
-from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
+from dora_pipe.producers.worker.status import NEVER_NS, ProgressDelta, Situation, waits
 from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingServer, WorkerStatus

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Final
 
+from dora_pipe.core.errors import SchemaError, reason
 from dora_pipe.core.pure.machine import Now, Outputs, Publish
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
@@ -17,7 +19,6 @@ from dora_pipe.producers.worker.effects import (
     EngineCancel,
     WorkerEffect,
 )
-from dora_pipe.producers.worker.off_engine import OffEngine
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     GENERATING,
@@ -28,6 +29,8 @@ from dora_pipe.producers.worker.request import (
     key_of,
     state_of,
 )
+from dora_pipe.producers.worker.request_records import episode_progress_of, progress_of
+from dora_pipe.producers.worker.status import OffEngine
 from dora_pipe.schemas.control import (
     Control,
     LoggedEntry,
@@ -37,12 +40,18 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.metrics import UnansweredCall
 from dora_pipe.schemas.rounds import ScheduledRequest
+from dora_pipe.schemas.trajectory_codec import AnyProgress, encode_any_progress
 from dora_pipe.schemas.wire import encode
 
 OFF_ENGINE: Final = frozenset({Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDING, Phase.LOGGING})
 """Phases without an engine slot. A session needs none while none of its calls does."""
 
 REPORTED_MAX: Final = 1000
+
+PROGRESS_TAG: Final = "p:"
+
+UNENCODABLE: Final = (SchemaError, ValueError, TypeError, OverflowError)
+"""Errors of encoding a record that must not be logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +72,11 @@ class RequestTable:
     are separate requests.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, codec: AbstractContextManager[object]) -> None:
         self.setup = setup
+        self.codec = codec
+        """Meters the time of encoding."""
+        self.grown: dict[str, None] = {}
         self.out: Outputs[WorkerEffect] = Outputs()
         self.counts: Counter[str] = Counter()
         self.versions: frozenset[int] = frozenset()
@@ -217,6 +229,54 @@ class RequestTable:
     def slot_taken(self, request: RequestState) -> None:
         self._handed.pop(request.key, None)
 
+    # Progress records
+
+    def write_progress(self) -> None:
+        """Start progress records of requests with enough new tokens."""
+        for key in self.grown:
+            request = self.by_key.get(key)
+            if request is not None and request.phase is Phase.RUNNING:
+                self.begin_chunk(request, self.setup.checkpoint_tokens)
+        self.grown.clear()
+
+    def begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
+        """Start a progress record unless one is open or tokens are too few."""
+        unwritten = request.sequence.sampled_tokens - request.chain.end
+        if request.chain.open or unwritten < tokens_min or not request.recorded:
+            return False
+        progress: AnyProgress
+        if request.episode:
+            progress = episode_progress_of(request, self.setup)
+            request.chain.end += sum(progress.loss_mask)
+        else:
+            progress = progress_of(request, self.setup)
+            request.chain.end += len(progress.token_ids)
+        request.chain.open = True
+        self.append_progress(request, progress, request)
+        return True
+
+    def all_durable(self, request: RequestState) -> bool:
+        """Return whether progress records cover all sampled tokens; if not, start the last one."""
+        return not self.begin_chunk(request, 1) and not request.chain.open
+
+    def append_progress(
+        self, request: RequestState, progress: AnyProgress, owner: RequestState
+    ) -> None:
+        """Log a record of `request`; one that breaks its schema fails `owner`."""
+        try:
+            with self.codec:
+                value = encode_any_progress(progress)
+        except UNENCODABLE as error:
+            self.give_up(owner, self.now, "SchemaError", reason(error), retryable=False)
+            return
+        append = Append(
+            topic=self.setup.topics.progress,
+            partition=request.place.spec.partition,
+            key=request.place.trajectory.encode(),
+            value=value,
+        )
+        self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
+
     # Dropping
 
     def cancel(self, trajectory: str, attempt: int) -> None:
@@ -336,6 +396,7 @@ class RequestTable:
         self._handed.clear()
         self.off_engine = OffEngine()
         self.logged.clear()
+        self.grown.clear()
         self._calls = 0
 
     def _note_phase(self, request: RequestState) -> None:

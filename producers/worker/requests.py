@@ -57,7 +57,6 @@ from dora_pipe.producers.worker.effects import (
     PutKv,
 )
 from dora_pipe.producers.worker.kv_handover import label_of
-from dora_pipe.producers.worker.progress import UNENCODABLE, ProgressRecords
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     EPISODE_RESTARTS_MAX,
@@ -74,8 +73,8 @@ from dora_pipe.producers.worker.request import (
     key_of,
 )
 from dora_pipe.producers.worker.request_records import logged_of, released_of, trajectory_of
-from dora_pipe.producers.worker.resume import chain_error, prompt_error
-from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.request_table import UNENCODABLE, RequestTable
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, prompt_error
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import ScheduledRequest
@@ -91,7 +90,7 @@ VALUE_BYTES_MAX: Final = 192 * 1024 * 1024
 TRAJECTORY_TAG: Final = "t:"
 
 
-class Requests(ProgressRecords):
+class Requests(RequestTable):
     """All requests of one incarnation."""
 
     def __init__(self, setup: WorkerSetup, codec: AbstractContextManager[object]) -> None:

@@ -60,8 +60,13 @@ from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.engine_port import EnginePort, Policies
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import WorkerMachine, WorkerOutcome
-from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, TaskPorts, WorkerPorts
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import (
+    HandoverPort,
+    RecordPort,
+    TaskPort,
+    TaskPorts,
+    WorkerPorts,
+)
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
@@ -315,7 +320,6 @@ def task_ports(
 def _endpoint(
     here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
 ) -> SessionPort | None:
-    """Raises ConfigError."""
     specs = [one for one in here.pools if one.task.has_agent]
     if not specs:
         return None
@@ -450,7 +454,6 @@ def _longest_call_s(task: model.Task) -> float:
 
 
 def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
-    """Yield control records up to the current end."""
     tp = TopicPartition(topics.control, 0)
     try:
         end = bus.end(tp)
@@ -463,7 +466,6 @@ def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
 
 
 def _checked_assets(here: _Worker) -> Path:
-    """Raises PolicyError."""
     path = here.store.assets(here.run.assets_digest)
     if not path.is_dir():
         raise PolicyError(

@@ -49,9 +49,8 @@ from dora_pipe.producers.worker.request import (
 )
 from dora_pipe.producers.worker.request_records import turn_progress_of
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.resume import session_of
 from dora_pipe.producers.worker.sequence import TokenSequence
-from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
+from dora_pipe.producers.worker.session import CallKey, OpenCall, Session, session_of
 from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.control import FinishReason, Resume, fault_of
 from dora_pipe.schemas.identity import call_seed

@@ -29,8 +29,8 @@ from dora_pipe.producers.worker.effects import (
     RequestEvent,
 )
 from dora_pipe.producers.worker.episodes import Episodes
-from dora_pipe.producers.worker.progress import PROGRESS_TAG
 from dora_pipe.producers.worker.request import Kind, Phase, RequestState
+from dora_pipe.producers.worker.request_table import PROGRESS_TAG
 from dora_pipe.producers.worker.requests import TRAJECTORY_TAG, Requests
 from dora_pipe.producers.worker.sessions import Sessions
 

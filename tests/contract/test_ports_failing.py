@@ -74,8 +74,7 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.producers.worker.ports import HandoverPort, TaskPort
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import HandoverPort, RecordPort, TaskPort
 from dora_pipe.schemas.control import Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.topics import Topics

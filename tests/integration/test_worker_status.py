@@ -6,8 +6,8 @@ import pytest
 
 from dora_pipe.core.pure.wait_tracker import Limits
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, RewardCall
-from dora_pipe.producers.worker.off_engine import AVERAGED_NS
 from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.status import AVERAGED_NS
 from tests.support.inline_tasks import InlineTasks, episode_tasks
 from tests.support.worker import HEARTBEAT_NS, TICK_NS, World
 

@@ -50,8 +50,13 @@ from dora_pipe.producers.engines.simulated import (
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
-from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, TextCodec, WorkerPorts
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import (
+    HandoverPort,
+    RecordPort,
+    TaskPort,
+    TextCodec,
+    WorkerPorts,
+)
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.policy import Manifest, PolicyDtype

@@ -20,8 +20,7 @@ from dora_pipe.producers.worker.effects import WorkerEffect
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.ports import HandoverPort, TaskPort, WorkerPorts
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import HandoverPort, RecordPort, TaskPort, WorkerPorts
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.schemas.control import (
     AnyControl,

@@ -78,8 +78,6 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InPlace:
-    """Token rows [start, end) of one prompt."""
-
     start: int
     end: int
     keys: int

@@ -31,20 +31,17 @@ from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     Kv,
-    RequestFinished,
-    TokensSampled,
 )
 from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
 from dora_pipe.producers.engines.requests import Decode, stop_text
-from dora_pipe.producers.engines.slots import Integers, SlotRoutes, SlotTable
+from dora_pipe.producers.engines.slots import Integers, SlotRequest, SlotRoutes, SlotTable
 from dora_pipe.producers.engines.torch import probe as torch_probe
 from dora_pipe.producers.engines.torch.attention import Piece, Run, StepAttention, split_pieces
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, need_experts, read_causal_lm
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
 from dora_pipe.producers.engines.torch.kv import KvCache
 from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
-from dora_pipe.producers.engines.torch.model import Weights, empty, fill, forward, fuse
-from dora_pipe.producers.engines.torch.rotations import rotations
+from dora_pipe.producers.engines.torch.model import Weights, empty, fill, forward, fuse, rotations
 from dora_pipe.producers.engines.torch.sampling import Sampler
 from dora_pipe.producers.engines.torch.weights import (
     OpenWeights,
@@ -67,7 +64,7 @@ KV_ARRAY = "kv"
 with latent attention."""
 
 
-class TorchEngine(EngineBase[int]):
+class TorchEngine(EngineBase[SlotRequest]):
     """The built-in engine; see `open`.
 
     Example::
@@ -126,7 +123,7 @@ class TorchEngine(EngineBase[int]):
         self._sampler = Sampler(slots=slots, unassigned=unassigned)
         self.declares |= {UNASSIGNED_LEFT_OUT} if unassigned else set()
         self._routes = _slot_routes(model, slots, context_tokens) if routes else None
-        self._table = SlotTable(slots=slots, context_tokens=context_tokens, routes=self._routes)
+        self._table = SlotTable(slots=slots, context_tokens=context_tokens)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[int] = deque()
         """Slots in prefill, in order of arrival."""
@@ -134,12 +131,6 @@ class TorchEngine(EngineBase[int]):
         self._kept = KeptPrefixes(tokens_max=kept_max)
         self._kept_routes = KeptPrefixes(tokens_max=kept_max if routes else 0)
         """Experts of `_kept`; needs the same calls."""
-        self._keeps = np.zeros(slots, np.bool_)
-        """Slots whose whole sequences may be cached by prefix."""
-        self._imported: set[int] = set()
-        """Slots with an imported cache, which may differ bitwise and is never shared."""
-        self._put_off: set[int] = set()
-        """Slots that have waited for a prefix; each waits once."""
 
     @classmethod
     def open(
@@ -194,13 +185,15 @@ class TorchEngine(EngineBase[int]):
         self._check(request)
         stops, kv = stop_text(request, self._decode), request.kv
         slot = self._free.pop()
-        self._rows[request.request] = slot
+        row = SlotRequest(request=request, stops=stops, slot=slot, routing=self._routes)
+        self._rows[request.request] = row
         self._versions.assign(slot, request)
-        self._table.enter(slot, request, stops, cached=kv.tokens if kv else 0)
-        self._keeps[slot] = request.keep
+        self._table.enter(row, cached=kv.tokens if kv else 0)
+        if self._routes is not None:
+            self._routes.enter(slot, request)
         if kv is not None:
             self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
-            self._imported.add(slot)
+            row.imported = True
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
 
@@ -216,19 +209,26 @@ class TorchEngine(EngineBase[int]):
                 return []
             drawn = self._sampler.draw(logits[: len(order)], order, positions + 1)
         self._keep_prompts(pieces)
-        events = self._table.record(order, drawn, self._clock.wall_ns)
-        for event in events:
-            if isinstance(event, RequestFinished):
-                slot = self._rows[event.request]
-                if self._keeps[slot] and event.reason != "error":
-                    end = int(self._table.cached[slot])
-                    self._keep(slot, self._table.sequence(slot)[:end])
-                self._let_go(slot)
+        emitting = self._table.record(order, drawn, self._clock.wall_ns)
+        if not emitting:
+            return []
+        events: list[EngineEvent] = []
+        for row in [row for row in self._rows.values() if row.slot in emitting]:
+            reason = emitting[row.slot]
+            events += row.events(reason, self._fault(row) if reason == "error" else "")
+            if reason is not None:
+                if row.request.keep and reason != "error":
+                    end = int(self._table.cached[row.slot])
+                    self._keep(row, np.array(row.sequence[:end], np.int64))
+                self._let_go(row)
         return events
+
+    def _fault(self, row: SlotRequest) -> str:
+        return f"the logits of token {row.length} are not finite"
 
     @property
     def kv_used_tokens(self) -> int:
-        return int(self._table.cached[list(self._rows.values())].sum())
+        return int(self._table.cached.sum())
 
     def close(self) -> None:
         super().close()
@@ -257,42 +257,37 @@ class TorchEngine(EngineBase[int]):
         self._kept.retain(self._versions.digests)
         self._kept_routes.retain(self._versions.digests)
 
-    def _interrupt(self, slot: int) -> None:
-        self._take_out(slot)
-        self._table.prefill_again(slot)
-        self._waiting.append(slot)
-        self._changed = True
+    def _interrupt(self, row: SlotRequest) -> None:
+        self._take_out(row.slot)
+        row.imported = row.waited = False
+        self._table.prefill_again(row.slot)
+        self._waiting.append(row.slot)
 
-    def _emit(self, slot: int) -> TokensSampled | None:
-        return self._table.emit(slot)
-
-    def _let_go(self, slot: int) -> None:
-        self._take_out(slot)
-        del self._rows[self._table.leave(slot)]
-        self._free.append(slot)
-        self._changed = True
+    def _let_go(self, row: SlotRequest) -> None:
+        super()._let_go(row)
+        self._take_out(row.slot)
+        self._table.leave(row.slot)
+        self._free.append(row.slot)
 
     def _take_out(self, slot: int) -> None:
         if slot in self._waiting:
             self._waiting.remove(slot)
         self._kv.release(slot)
-        self._imported.discard(slot)
-        self._put_off.discard(slot)
+        self._changed = True
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         model = self._model
         shape = (model.layers, model.kept, model.kv_heads, tokens, model.head_dim)
         return KV_ARRAY, "<f4", shape
 
-    def _kv_of(self, slot: int) -> Kv | None:
-        tokens = int(self._table.length[slot]) - 1
+    def _kv_of(self, row: SlotRequest) -> Kv | None:
+        slot, tokens = row.slot, int(self._table.length[row.slot]) - 1
         if not tokens or self._table.cached[slot] != tokens:
             return None
         array, digest = self._kv.copied(slot, tokens).numpy(), self._versions.digest_in(slot)
         return Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
 
     def _arrange(self) -> list[Piece]:
-        """Move and admit rows; return the prompt tokens to prefill."""
         table, kv = self._table, self._kv
         outgrown = kv.order[table.length[kv.order] > kv.room]
         entering = [(int(s), int(table.length[s]) - 1) for s in outgrown if kv.is_dense(int(s))]
@@ -330,8 +325,9 @@ class TorchEngine(EngineBase[int]):
             return True
         weights = self._versions.digest_in(slot)
         cached = self._kept.known(weights, ids)
-        if slot not in self._put_off and self._gains(ids, weights, cached, before):
-            self._put_off.add(slot)
+        row = self._table.rows[slot]
+        if not row.waited and self._gains(ids, weights, cached, before):
+            row.waited = True
             return False
         data = self._kept.longest(weights, ids) if cached else None
         if data is not None:
@@ -345,11 +341,10 @@ class TorchEngine(EngineBase[int]):
         return True
 
     def _gains(self, ids: Integers, weights: str, cached: int, before: Sequence[Piece]) -> bool:
-        """Return whether this step caches enough more of the prompt to wait for it."""
         enough = cached + SHARED_MIN
         return len(ids) >= enough and any(
             piece.end >= enough
-            and piece.slot not in self._imported
+            and not self._table.rows[piece.slot].imported
             and self._versions.digest_in(piece.slot) == weights
             and common_prefix(self._table.prompts[piece.slot], ids) >= enough
             for piece in before
@@ -361,12 +356,13 @@ class TorchEngine(EngineBase[int]):
             if SHARED_MIN <= piece.end == len(ids) - 1 and self._kept.tokens_max:
                 cached = self._kept.known(self._versions.digest_in(piece.slot), ids)
                 if len(ids) - cached >= SHARED_MIN:
-                    self._keep(piece.slot, ids)
+                    self._keep(self._table.rows[piece.slot], ids)
 
-    def _keep(self, slot: int, ids: Integers) -> None:
-        if slot in self._imported:
+    def _keep(self, row: SlotRequest, ids: Integers) -> None:
+        if row.imported:
             return
-        weights, routes = self._versions.digest_in(slot), self._routes
+        slot, routes = row.slot, self._routes
+        weights = self._versions.digest_in(slot)
         self._kept.keep(weights, ids, lambda start, end: self._kv.copied(slot, end, start).numpy())
         if routes is not None:
             self._kept_routes.keep(weights, ids, lambda *part: routes.copied(slot, *part))

@@ -13,25 +13,26 @@ Rules that make a row's result independent of its batch, bitwise (verified by `p
 Weights are replaced in place. Query, key and value matrices are fused, as are gate and up. Rotary
 halves are interleaved in the weights, so that a rotation is one complex product; dimensions without
 rotary position are multiplied by 1.
+
+Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) caches latents. Head h has keys
+c K_h^T and values c V_h^T of a shared latent c. As q (c K_h^T)^T = (q K_h) c^T, queries are
+projected into the latent, and attended latents to values. So there is one key-value head, whose
+values are its keys; a token caches `rank + turned` numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, TurnedRows
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Latent, TurnedRows
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN, ExpertWeights, empty_experts, mixed
-from dora_pipe.producers.engines.torch.latent import (
-    LatentWeights,
-    empty_latent,
-    into_latent,
-    out_of_latent,
-)
+from dora_pipe.producers.engines.torch.rope import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,10 +278,135 @@ def interleaved(part: torch.Tensor, turned: TurnedRows) -> torch.Tensor:
 
 
 def _interleave(part: torch.Tensor, target: torch.Tensor, turned: TurnedRows) -> None:
-    """Copy interleaved rows, those of one head to all heads."""
     start, half, end = turned.start, turned.count // 2, turned.start + turned.count
     rows, to = (tensor.view(-1, turned.width, *tensor.shape[1:]) for tensor in (part, target))
     pairs = to[:, start:end].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
     pairs.copy_(rows[:, start:end].view(len(rows), 2, half, *rows.shape[2:]))
     for still in (slice(start), slice(end, None)):
         to[:, still].copy_(rows[:, still])
+
+
+NORM_EPS: Final = 1e-6
+"""Epsilon of latent norms as in transformers; not `rms_norm_eps`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """Projections of one layer; the fused product yields [queries, latent, rotary key]."""
+
+    query_norm: torch.Tensor | None  # [queries]
+    queries: torch.Tensor | None  # [heads * (plain + turned), queries]
+    norm: torch.Tensor  # [rank]
+    up: torch.Tensor  # [heads, plain + value, rank]
+
+    def places(self) -> dict[str, torch.Tensor]:
+        tensors = {
+            "self_attn.kv_a_layernorm.weight": self.norm,
+            "self_attn.kv_b_proj.weight": self.up.flatten(0, 1),
+        }
+        if self.query_norm is not None and self.queries is not None:
+            tensors["self_attn.q_a_layernorm.weight"] = self.query_norm
+            tensors["self_attn.q_b_proj.weight"] = self.queries
+        return tensors
+
+
+def empty_latent(model: CausalLM) -> LatentWeights | None:
+    latent, heads = model.latent, model.heads
+    if latent is None:
+        return None
+    has_queries = latent.queries > 0
+    queries = (heads * (latent.plain + latent.turned), latent.queries)
+    return LatentWeights(
+        query_norm=torch.empty(latent.queries) if has_queries else None,
+        queries=torch.empty(queries) if has_queries else None,
+        norm=torch.empty(latent.rank),
+        up=torch.empty(heads, latent.plain + latent.value, latent.rank),
+    )
+
+
+def into_latent(
+    model: CausalLM, weights: LatentWeights, tensor: torch.Tensor, turns: torch.Tensor
+) -> torch.Tensor:
+    """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `made` is the first
+    product's output."""
+    latent, heads = _latent(model), model.heads
+    sizes = [tensor.shape[1] - model.head_dim, latent.rank, latent.turned]
+    first, low, key = torch.split(tensor, sizes, 1)
+    if weights.queries is not None:
+        normed = F.rms_norm(first, (latent.queries,), weights.query_norm, NORM_EPS)
+        first = F.linear(normed, weights.queries)
+    queries = first.reshape(len(tensor), heads, latent.plain + latent.turned)
+    plain, turned = torch.split(queries, [latent.plain, latent.turned], -1)
+    output = torch.empty(len(tensor), heads + 1, model.head_dim)
+    met = torch.bmm(plain.transpose(0, 1), weights.up[:, : latent.plain])
+    output[:, :heads, : latent.rank] = met.transpose(0, 1)
+    output[:, heads, : latent.rank] = F.rms_norm(low, (latent.rank,), weights.norm, NORM_EPS)
+    # One array: separate keys would form one line, whose last numbers are computed differently.
+    pairs = torch.cat([turned, key.unsqueeze(1)], 1)
+    torch.view_as_complex(pairs.view(len(tensor), heads + 1, -1, 2)).mul_(turns)
+    output[..., latent.rank :] = pairs
+    return output.view(len(tensor), -1)
+
+
+def out_of_latent(model: CausalLM, weights: LatentWeights, attended: torch.Tensor) -> torch.Tensor:
+    """Project [rows, heads * rank] to [rows, heads * value]."""
+    latent, rows = _latent(model), len(attended)
+    low = attended.view(rows, model.heads, latent.rank).transpose(0, 1)
+    values = torch.bmm(low, weights.up[:, latent.plain :].transpose(1, 2))
+    return values.transpose(0, 1).reshape(rows, -1)
+
+
+def _latent(model: CausalLM) -> Latent:
+    assert model.latent is not None
+    return model.latent
+
+
+YARN_LEAST: Final = 0.001
+"""Minimum width of the blend."""
+
+
+def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
+    """Return complex64 [context_tokens, head_dim / 2]; with latent attention only rotary
+    dimensions."""
+    positions = torch.arange(context_tokens, dtype=torch.float32)
+    angles = torch.outer(positions, _frequencies(model.rope, model.turned))
+    still = (0, 0 if model.latent else (model.head_dim - model.turned) // 2)
+    cos, sin = angles.cos() * model.rope.stretch, angles.sin() * model.rope.stretch
+    return torch.complex(F.pad(cos, still, value=1.0), F.pad(sin, still))
+
+
+def _frequencies(rope: Rope, turned: int) -> torch.Tensor:
+    """Return radians per position; operations ordered as in transformers."""
+    exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "yarn":
+        return _yarn(rope, turned)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (rope.original_tokens / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    # Long waves are stretched, short ones kept, those between blended.
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def _yarn(rope: Rope, turned: int) -> torch.Tensor:
+    """Return yarn's frequencies (arXiv 2309.00071, section 3.2)."""
+
+    def pair_of(turns: float) -> float:
+        return (turned * math.log(rope.original_tokens / (turns * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    low, high = pair_of(rope.fast), pair_of(rope.slow)
+    if rope.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    waves = rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
+    pairs = torch.arange(turned // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / (high - low or YARN_LEAST)).clamp(0, 1)
+    return 1.0 / (rope.factor * waves) * (1 - kept) + 1.0 / waves * kept

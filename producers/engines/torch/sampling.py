@@ -98,7 +98,6 @@ class Sampler:
         return logits if (hot == 1).all() else logits / torch.from_numpy(hot)[:, None]
 
     def _shape(self, logits: torch.Tensor, slots: Integers) -> tuple[torch.Tensor, Integers]:
-        """Return logits to sample from, and greedy rows."""
         greedy = np.flatnonzero(self._temperature[slots] == 0)
         rows = np.flatnonzero(~self._plain[slots] & (self._temperature[slots] != 0))
         shaped = logits.clone()
@@ -153,7 +152,6 @@ def _value_at_k(ranked: torch.Tensor, top_k: Integers) -> torch.Tensor:
 def _value_at_p(
     exact: torch.Tensor, ranked: torch.Tensor, at_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the smallest value that top-p keeps, or -inf."""
     best = ranked[:, :1]
     candidates = exact.masked_fill(exact < at_k[:, None], -torch.inf)
     total = (candidates - best).exp().sum(-1, keepdim=True)

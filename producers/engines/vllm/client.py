@@ -157,7 +157,6 @@ class VllmServerClient:
             self._process.close()
 
     def _settle(self, most: int) -> None:
-        """Read answers to aborts; leave at most `most` open."""
         try:
             while self._aborts:
                 stream = self._aborts[0]

@@ -130,7 +130,6 @@ def version() -> str:
 
 
 def _is_of_here(error: Exception) -> bool:
-    """Return whether the cause is memory, device or disk."""
     said = str(error).lower()
     disk = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
     return disk or isinstance(error, MemoryError) or any(word in said for word in _DEVICE_WORDS)
@@ -277,7 +276,6 @@ def token_seed(seed: int, position: int) -> int:
 def _kv_bytes(
     model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
 ) -> int:
-    """Return the KV cache bytes per process."""
     if settings.kv_cache_gb:
         return int(settings.kv_cache_gb * 2**30) // settings.parts
     block = BLOCK_TOKENS[device]

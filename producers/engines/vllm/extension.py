@@ -20,11 +20,10 @@ from dora_pipe.producers.engines.torch.weights import open_weights
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import kv as vllm_kv
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
-from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts, is_seen, opened
 from dora_pipe.producers.engines.vllm.plugins import ClearingScheduler
-from dora_pipe.producers.engines.vllm.sampler import ServerSampler
+from dora_pipe.producers.engines.vllm.sampler import KeptRoutes, ServerSampler
 from dora_pipe.producers.engines.vllm.wire import (
     ID_PREFIX,
     KV_COPIED,
@@ -49,7 +48,7 @@ class Extension:
     dora_folder: TemporaryDirectory[str] | None = None
     dora_before: frozenset[int] = frozenset()
     """Adapters loaded before `dora_write`."""
-    dora_kept: vllm_routes.KeptRoutes | None = None
+    dora_kept: KeptRoutes | None = None
     dora_cache: vllm_kv.RankCache | None = None
 
     def dora_open(self, routes: str, unassigned: str) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class Extension:
             return {"error": "routing is split over processes (pipeline_parallel_size)"}
         if routes:
             try:
-                self.dora_kept = vllm_routes.KeptRoutes(self.model_runner)
+                self.dora_kept = KeptRoutes(self.model_runner)
             except PolicyError as error:
                 return {"error": error.message}
             self.model_runner.sampler.heard = self.dora_kept

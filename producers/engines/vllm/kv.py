@@ -81,7 +81,6 @@ class RankCache:
         return first.kv_cache.dtype
 
     def _learned(self, config: Any) -> torch.Tensor | None:
-        """Return a block's places, if all layers have the same plain blocks."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         groups = config.kv_cache_groups

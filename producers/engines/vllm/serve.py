@@ -215,7 +215,6 @@ def _unknown_option(message: str) -> NoReturn:
 
 
 def _report(asked: argparse.Namespace, **said: object) -> None:
-    """Report the port or an error to the parent process."""
     if asked.report >= 0:
         os.write(asked.report, json.dumps(said).encode() + b"\n")
         os.close(asked.report)

@@ -21,9 +21,10 @@ from __future__ import annotations
 import logging
 import selectors
 import uuid
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,11 +42,12 @@ from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     Exported,
+    Kv,
     SamplingParams,
     StopReason,
     TokensSampled,
 )
-from dora_pipe.producers.engines.requests import Decode, stop_text
+from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
 from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.client import (
     SHARED,
@@ -65,10 +67,10 @@ from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
 from dora_pipe.producers.engines.vllm.options import described
 from dora_pipe.producers.engines.vllm.process import ServerProcess
-from dora_pipe.producers.engines.vllm.rows import Stream, VllmRequest
 from dora_pipe.producers.engines.vllm.stock import SAMPLING, client_of, has_logprobs
 from dora_pipe.producers.engines.vllm.versions import LoraVersions
 from dora_pipe.producers.engines.vllm.wire import quoted
+from dora_pipe.schemas.routes import GrowingRoutes, Routes
 from dora_pipe.store.model_dir import unassigned_ids
 
 STEP_WAIT_MS: Final = 1_000
@@ -93,6 +95,67 @@ NO_ALLOCATOR: Final = (
 MIN_P_AND_TOP_P: Final = "vLLM applies min_p before top_p, which gives another distribution"
 
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmRequest(RunningRequest):
+    """A request in its slot, and its current attempt in vLLM."""
+
+    stay: str = ""
+    """vLLM's id of the attempt."""
+    adapter: int = 0
+    """vLLM's id of the adapter; 0 without one."""
+    weights: str = ""
+    """Weights digest of its version."""
+    kv: Kv | None = None
+    """Imported KV cache, until an attempt starts from it."""
+    cached: int = 0
+    """Positions in vLLM's KV cache, inferred from its answers."""
+    blocks: list[int] = field(default_factory=list)
+    """Hashes of all tokens up to each shared block's end."""
+    routes: GrowingRoutes = field(default_factory=GrowingRoutes)
+
+    @property
+    def unrouted(self) -> bool:
+        """Return whether requested experts are unknown."""
+        return self.request.params.routes and self.request.routed < self.length
+
+    def routes_from(self, start: int) -> int:
+        """Return the first token of an event's experts; the first event also covers earlier unknown
+        tokens."""
+        given = len(self.request.token_ids)
+        return given + start if start else min(given, self.request.routed)
+
+    def routes_of(self, start: int, end: int) -> Routes | None:
+        if not self.request.params.routes:
+            return None
+        return self.routes.between(self.routes_from(start), len(self.request.token_ids) + end)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """Response to one attempt."""
+
+    row: VllmRequest
+    http: HttpStream
+    tokens: deque[wire.Token] = field(default_factory=deque)
+    """Tokens that no step has taken."""
+    reason: str = ""
+    """vLLM's finish reason; usage follows."""
+    finish: str = ""
+    """The reason, once the stream is complete."""
+    trouble: str = ""
+    """The server's error."""
+    heard: bool = False
+    """An event has arrived: the engine core has the request."""
+    late: bool = False
+    """A step has waited for it in vain."""
+
+    @property
+    def ready(self) -> bool:
+        """Return whether a step can proceed; the last token waits for the end of the stream."""
+        last = bool(self.reason) and not self.finish
+        return len(self.tokens) > last or bool(self.finish)
 
 
 class VllmEngine(EngineBase[VllmRequest]):
@@ -318,20 +381,18 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._computed += usage.prompt_tokens - cached
 
     def _advance(self, stream: Stream) -> StopReason | None:
-        """Take a token; return why the row ends."""
         stream.late, reason = False, None
         if stream.tokens:
             one, row = stream.tokens.popleft(), stream.row
             if not row.tokens:
                 row.first_ns = self._clock.wall_ns()
-            reason = row.extend([one.token], [one.logprob], [one.sampler_logprob])
+            reason = row.append(one.token, one.logprob, one.sampler_logprob)
             row.cached = row.length - 1
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
         return reason
 
     def _ask_routes(self, rows: Iterable[VllmRequest]) -> None:
-        """Fetch the experts of tokens to emit, in one call."""
         asked = [row for row in rows if row.request.params.routes and len(row.tokens) > row.sent]
         if not asked and len(self._gone) < GONE_MAX:
             return
@@ -349,7 +410,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         return row.emit()
 
     def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
-        """Raise InvariantBroken for tokens of other weights."""
         found = [span.version for span in spans]
         if set(found) - {self._label}:
             raise InvariantBroken(
@@ -358,7 +418,6 @@ class VllmEngine(EngineBase[VllmRequest]):
             )
 
     def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
-        """Raise InvariantBroken for tokens of another adapter."""
         wanted = stream.row.adapter
         odd = next((one.under for one in tokens if one.under != wanted), wanted)
         if self._versions.adapters and odd != wanted:
@@ -374,7 +433,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._trouble(stream, f"{stream.http.status}: {said}")
 
     def _trouble(self, stream: Stream, said: str) -> None:
-        """Fail the request; raise ResourceError if the server is unhealthy."""
         self._server.well(said)
         stream.finish, stream.trouble = "error", said
 
@@ -465,14 +523,12 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._asleep = True
 
     def _salt(self, adapter: str) -> str:
-        """Return the salt that separates cached prefixes of weights and adapters."""
         return f"{self._label}+{adapter}" if adapter else self._label
 
     def _has_weights(self) -> bool:
         return bool(self._label)
 
     def _share(self, row: VllmRequest, salt: str) -> None:
-        """Record the prompt blocks that vLLM may share."""
         size, known = self._block, hash(salt)
         ids, row.blocks = row.sequence, []
         if self._prefix_cache and not row.unrouted:

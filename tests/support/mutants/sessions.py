@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.worker import sessions
-from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase, RequestState, Served
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.session import CallKey, Session
+from dora_pipe.producers.worker.session import CallKey, CallPlace, ContextTree, Session
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.contexts import prompt_digest
 

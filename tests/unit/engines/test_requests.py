@@ -89,7 +89,7 @@ def _row(*, emit_every: int = 0, stops: StopText | None = None) -> RunningReques
         token_ids=[1, 2, 3],
         sampled=0,
         seed=7,
-        params=SamplingParams(max_tokens=9),
+        params=SamplingParams(max_tokens=99),
         emit_every=emit_every,
     )
     return RunningRequest(request=request, stops=stops)
@@ -100,8 +100,8 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
     row, count = _row(emit_every=every), 0
     sent: list[int] = []
     for size in sizes:
-        tokens = list(range(count, count + size))
-        assert row.extend(tokens, [-1.0] * size, [-0.5] * size) is None
+        for token in range(count, count + size):
+            assert row.sample(token, -1.0, -0.5, 99) is None
         count += size
         due = every > 0 and count - len(sent) >= every
         out = row.events(None)
@@ -120,14 +120,15 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
 def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
     stops = StopText(lambda ids: "".join(chr(64 + token_id) for token_id in ids), ("BC",), [])
     row = _row(stops=stops)
-    assert row.extend([1, 2, 3, 4], [-1.0] * 4, [-1.0] * 4) == "stop"
+    assert [row.sample(token, -1.0, -1.0, 99) for token in (1, 2, 3)] == [None, None, "stop"]
     assert row.tokens == [1, 2, 3]
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float) -> None:
     row = _row()
-    assert row.extend([4, 5, 6], [-1.0, logprob, -1.0], [-1.0] * 3) == "error"
+    assert row.sample(4, -1.0, -1.0, 99) is None
+    assert row.sample(5, logprob, -1.0, 99) == "error"
     tokens, finished = row.events("error")
     assert tokens == row_tokens(row, [4])
     assert isinstance(finished, RequestFinished)
@@ -136,7 +137,8 @@ def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float)
 
 def row_tokens(row: RunningRequest, tokens: list[int]) -> object:
     copy = RunningRequest(request=row.request, stops=None, first_ns=row.first_ns)
-    copy.extend(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
+    for token in tokens:
+        copy.sample(token, -1.0, -1.0, 99)
     return copy.emit()
 
 

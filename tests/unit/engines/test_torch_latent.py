@@ -14,15 +14,15 @@ from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
-from dora_pipe.producers.engines.torch.latent import (
+from dora_pipe.producers.engines.torch.model import (
     LatentWeights,
     empty_latent,
     into_latent,
     out_of_latent,
+    parts_of_qkv,
+    rotations,
 )
-from dora_pipe.producers.engines.torch.model import parts_of_qkv
 from dora_pipe.producers.engines.torch.rope import read_rope
-from dora_pipe.producers.engines.torch.rotations import rotations
 from dora_pipe.store.adapters import read_adapter, write_merged
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.adapters import make_lora

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree, placed
 from dora_pipe.producers.worker.effects import AnswerCall
+from dora_pipe.producers.worker.session import CallPlace, ContextTree, placed
 from dora_pipe.schemas.contexts import Call, Context, bounds, pieces
 from dora_pipe.schemas.trajectory import TurnProgress
 from tests.support.agents import wandering

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.worker.off_engine import AVERAGED_NS, NEVER_NS, OffEngine
+from dora_pipe.producers.worker.status import AVERAGED_NS, NEVER_NS, OffEngine
 
 LONG_NS = 8 * AVERAGED_NS
 

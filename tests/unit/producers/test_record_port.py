@@ -10,7 +10,7 @@ from dora_pipe.core.errors import LogTruncated
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
-from dora_pipe.producers.worker.record_port import RecordPort
+from dora_pipe.producers.worker.ports import RecordPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Progress

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.worker.resume import chain_error
-from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from tests.support.batches import make_trajectory

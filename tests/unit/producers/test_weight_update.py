@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.producers.worker.resume import chain_error
-from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
 from dora_pipe.schemas.control import RequestFailed
 from dora_pipe.schemas.trajectory import Progress, Segment
 from tests.support.worker import Worker, World, digest_of

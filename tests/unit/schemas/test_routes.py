@@ -21,10 +21,9 @@ from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
 from dora_pipe.producers.engines.torch.engine import TorchEngine
-from dora_pipe.producers.worker.context_tree import ContextTree, placed
 from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX
-from dora_pipe.producers.worker.resume import prompt_error
-from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.producers.worker.sequence import TokenSequence, prompt_error
+from dora_pipe.producers.worker.session import ContextTree, placed
 from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, FRAME_BYTES_MAX
 from dora_pipe.schemas.context_tokens import choices_of, contexts_of
 from dora_pipe.schemas.routes import (

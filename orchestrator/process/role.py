@@ -105,10 +105,7 @@ def run_orchestrator(
             machine,
             bus=bus,
             writer=writer,
-            port=OrchestratorPorts(
-                None if snapshots is None else SnapshotPort(snapshots, topics.run),
-                None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
-            ),
+            port=_ports(topics.run, snapshots, trimmed, clock),
             clock=clock,
             meter=meter,
             exclusive=True,
@@ -122,6 +119,15 @@ def run_orchestrator(
     finally:
         status.close()
         writer.close()
+
+
+def _ports(
+    run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
+) -> OrchestratorPorts:
+    return OrchestratorPorts(
+        None if snapshots is None else SnapshotPort(snapshots, run),
+        None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
+    )
 
 
 class OrchestratorPorts(PortGroup[MetricsTrimmed]):

@@ -39,12 +39,12 @@ def chats_of(
 
     Raises ConfigError or PolicyError if the model has no suitable chat template.
     """
-    found: dict[str, Chat] = {}
-    for one, pool in pools:
-        chat = _chat_of(one, pool, started_ns, assets, tokenizer, stop)
+    chats: dict[str, Chat] = {}
+    for spec, pool in pools:
+        chat = _chat_of(spec, pool, started_ns, assets, tokenizer, stop)
         if chat is not None:
-            found |= dict.fromkeys(one.sources, chat)
-    return found
+            chats |= dict.fromkeys(spec.sources, chat)
+    return chats
 
 
 def recorded_chats(
@@ -59,24 +59,26 @@ def recorded_chats(
     if not digests:
         return {}
     opened = [
-        dict.fromkeys(one.sources, Chat.open(assets, tokenizer, chat_options(one.task, started_ns)))
-        for one in pool_specs(config)
+        dict.fromkeys(
+            spec.sources, Chat.open(assets, tokenizer, chat_options(spec.task, started_ns))
+        )
+        for spec in pool_specs(config)
     ]
     for size in range(len(opened), 0, -1):
-        for some in itertools.combinations(opened, size):
-            chats = _joined(some)
+        for chosen in itertools.combinations(opened, size):
+            chats = _joined(chosen)
             if digest_of(chats) in digests:
                 return chats
     return _joined(opened)
 
 
 def _joined(chats: Sequence[Mapping[str, Chat]]) -> dict[str, Chat]:
-    return {source: chat for one in chats for source, chat in one.items()}
+    return {source: chat for source_chats in chats for source, chat in source_chats.items()}
 
 
 def digest_of(chats: Mapping[str, Chat]) -> str:
     """Return the combined digest; empty without chats."""
-    digests = list(dict.fromkeys(one.digest for one in chats.values()))
+    digests = list(dict.fromkeys(chat.digest for chat in chats.values()))
     if len(digests) <= 1:
         return "".join(digests)
     return sha256_hex("\n".join(digests).encode())
@@ -96,20 +98,20 @@ def chat_options(task: Task, started_ns: int) -> ChatOptions:
 
 
 def _chat_of(
-    one: PoolSpec,
+    spec: PoolSpec,
     pool: TaskPool,
     started_ns: int,
     assets: Path,
     tokenizer: Tokenizer,
     stop: Callable[[], bool],
 ) -> Chat | None:
-    if one.task.has_agent:
-        return agent_chat(one.task, started_ns, assets, tokenizer)
-    split: Split = "train" if one.sources[0].startswith("train") else "eval"
+    if spec.task.has_agent:
+        return agent_chat(spec.task, started_ns, assets, tokenizer)
+    split: Split = "train" if spec.sources[0].startswith("train") else "eval"
     ready = _first_prompt(pool, split, stop)
     if ready is None or not ready.messages:
         return None
-    chat = Chat.open(assets, tokenizer, chat_options(one.task, started_ns))
+    chat = Chat.open(assets, tokenizer, chat_options(spec.task, started_ns))
     chat.check(several_turns=ready.episode, tools=bool(ready.tools))
     try:
         chat.start(ready.messages, ready.tools)

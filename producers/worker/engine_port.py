@@ -221,12 +221,12 @@ class EnginePort:
         if self._gone:
             yield EngineExported(request=effect.request, kv=None)
             return
-        found = self._engine.export(effect.request)
-        if found is None:
+        exported = self._engine.export(effect.request)
+        if exported is None:
             return
-        if found.sampled is not None:
-            yield found.sampled
-        yield EngineExported(request=effect.request, kv=found.kv)
+        if exported.sampled is not None:
+            yield exported.sampled
+        yield EngineExported(request=effect.request, kv=exported.kv)
 
     def _fetch(self, effect: LoadWeights) -> Iterator[Any]:
         yield _Fetched(effect=effect, path=self._weights_path(effect.digest))
@@ -239,11 +239,11 @@ class EnginePort:
             self._verify(effect.digest)
             self._file = self._weights_path(effect.digest)
             loaded = load(self._file, version=effect.version, digest=effect.digest)
-        for one in loaded if isinstance(loaded, list) else [loaded]:
-            if isinstance(one, WeightsLoaded):
-                yield replace(one, fallbacks=self._fallbacks())
+        for event in loaded if isinstance(loaded, list) else [loaded]:
+            if isinstance(event, WeightsLoaded):
+                yield replace(event, fallbacks=self._fallbacks())
             else:
-                yield one
+                yield event
 
     def _failed(self, effect: Any, error: Exception) -> list[Any]:
         """Mark the engine as unusable. Raises InvariantBroken."""

@@ -55,11 +55,11 @@ class Episodes:
 
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         requests = self._requests
-        found = requests.progress_error(request, event) or sequence_of(event.chunks)
-        if isinstance(found, str):
+        sequence = requests.progress_error(request, event) or sequence_of(event.chunks)
+        if isinstance(sequence, str):
             requests.resume_without(request)
             return
-        prompt, request.sequence = request.sequence.token_ids, found
+        prompt, request.sequence = request.sequence.token_ids, sequence
         request.continues(event.chunks)
         request.turn.finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)

@@ -113,8 +113,8 @@ class MemoryHandover:
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
         if blob.sha256 not in self.kept:
             return Lost(GONE)
-        found, kv = self.kept[blob.sha256]
-        return kv if found == label else Lost(OTHER_REQUEST)
+        fetched, kv = self.kept[blob.sha256]
+        return kv if fetched == label else Lost(OTHER_REQUEST)
 
     def drop(self, blob: Blob) -> None:
         self.kept.pop(blob.sha256, None)
@@ -146,8 +146,8 @@ class KvHandover:
         return self._transfers.offer(packed(label, kv))
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        found = self._transfers.fetch(blob, timeout_s=WAIT_S + blob.bytes / BYTES_PER_S_MIN)
-        return found if isinstance(found, Lost) else unpacked(label, found)
+        fetched = self._transfers.fetch(blob, timeout_s=WAIT_S + blob.bytes / BYTES_PER_S_MIN)
+        return fetched if isinstance(fetched, Lost) else unpacked(label, fetched)
 
     def drop(self, blob: Blob) -> None:
         self._transfers.drop(blob)
@@ -168,14 +168,14 @@ def packed(label: KvLabel, kv: Kv) -> list[memoryview]:
     fields: dict[str, Any] = {"__metadata__": {METADATA: encode(beside).decode()}}
     # Widest types first, so that every array is aligned.
     ordered = sorted(kv.arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    at = 0
+    offset = 0
     for name, array in ordered:
         fields[name] = {
             "dtype": _NAMES[array.dtype.str],
             "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
+            "data_offsets": [offset, offset + array.nbytes],
         }
-        at += array.nbytes
+        offset += array.nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = memoryview(struct.pack("<Q", len(text)) + text)

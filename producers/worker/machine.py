@@ -110,7 +110,9 @@ class LoadedVersions:
         self._digests[served.version] = served.digest
 
     def drop(self, versions: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(one for one in versions if self._digests.pop(one, None) is not None)
+        return tuple(
+            version for version in versions if self._digests.pop(version, None) is not None
+        )
 
 
 class WorkerMachine:
@@ -182,7 +184,7 @@ class WorkerMachine:
         return out
 
     def waits(self, now_ns: int) -> list[PendingWait]:
-        at = Situation(
+        situation = Situation(
             served=self.served.version,
             loading=self.loading.version if self.loading else None,
             loading_ns=self._loading_ns,
@@ -190,9 +192,9 @@ class WorkerMachine:
             now_ns=now_ns,
             heartbeat_ns=self.setup.heartbeat_ns,
         )
-        found = waits(self.requests.by_key.values(), at)
+        waiting = waits(self.requests.by_key.values(), situation)
         scoring = self.scorings.wait(now_ns, self.setup.heartbeat_ns)
-        return found if scoring is None else [*found, scoring]
+        return waiting if scoring is None else [*waiting, scoring]
 
     # Inputs
 
@@ -286,13 +288,13 @@ class WorkerMachine:
             self.requests.counts["decisions for an earlier incarnation"] += 1
         return decision.incarnation == self.setup.incarnation
 
-    def _on_place(self, place: Schedule, now: Now) -> None:
-        if place.worker != self.setup.worker:
+    def _on_place(self, schedule: Schedule, now: Now) -> None:
+        if schedule.worker != self.setup.worker:
             return
-        mine = self._mine(place)
+        mine = self._mine(schedule)
         if self.finished or (mine and (self._leaving or self._draining)):
             return  # `worker left` hands back all requests
-        for request in place.requests():
+        for request in schedule.requests():
             refusal = self._refusal(request)
             if refusal is None:
                 taker = self.sessions if self.sessions.takes(request) else self.requests
@@ -301,19 +303,19 @@ class WorkerMachine:
                 error, message, retryable = refusal
                 self.requests.fail(request, now, error, message, retryable=retryable)
 
-    def _refusal(self, place: ScheduledRequest) -> tuple[str, str, bool] | None:
+    def _refusal(self, request: ScheduledRequest) -> tuple[str, str, bool] | None:
         """Return (error, message, retryable) if the request cannot be taken."""
-        setup, spec = self.setup, place.spec
-        where = f"{place.trajectory} was placed on worker {setup.worker}"
-        if place.incarnation != setup.incarnation:
-            ended = f"incarnation {place.incarnation}, which ended"
+        setup, spec = self.setup, request.spec
+        where = f"{request.trajectory} was placed on worker {setup.worker}"
+        if request.incarnation != setup.incarnation:
+            ended = f"incarnation {request.incarnation}, which ended"
             why = f"{where} under {ended}: this is {setup.incarnation}"
             return "EarlierIncarnation", why, True
         mine = setup.digests.get(spec.source, "none")
         if spec.dataset_digest != mine:
             why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine[:12]}"
             return "OtherDataset", why, False
-        mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
+        mixes = pin_of(request, setup) == ANY_VERSION and spec.version < self.target.version
         has = self.loaded.has(spec.version, spec.digest)
         if not (mixes or has) and Served(spec.version, spec.digest) != self.target:
             why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
@@ -363,23 +365,23 @@ class WorkerMachine:
         self._off_engine_due_ns = self._off_engine_news_ns()
 
     def _hurry_status(self, now: Now) -> None:
-        known, least = self._known_off_engine()
-        if abs(self._off_engine_now(now) - known) >= least:
+        reported, least = self._known_off_engine()
+        if abs(self._off_engine_now(now) - reported) >= least:
             self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
 
     def _off_engine_news_ns(self) -> int:
-        known, least = self._known_off_engine()
+        reported, least = self._known_off_engine()
         reaches_ns = self.requests.off_engine.reaches_ns
         if not self.requests.tokens_total:
             return NEVER_NS
-        return min(reaches_ns(known + least), reaches_ns(known - least))
+        return min(reaches_ns(reported + least), reaches_ns(reported - least))
 
     def _known_off_engine(self) -> tuple[int, int]:
         """Return the last reported number less ended requests, and the difference worth a
         status."""
-        said, ended = self._off_engine
-        known = max(0, said - (self.requests.ended - ended))
-        return known, max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
+        last, ended = self._off_engine
+        reported = max(0, last - (self.requests.ended - ended))
+        return reported, max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
 
     def _off_engine_now(self, now: Now) -> int:
         """Counting starts at the first token, after task processes have started."""
@@ -388,8 +390,8 @@ class WorkerMachine:
         return self.requests.off_engine.mean(now.mono_ns, self.requests.placed)
 
     def _versions(self) -> list[int]:
-        others = self.loaded.versions if self.loaded.several else [self.served.version]
-        return [*others, self.target.version]
+        loaded = self.loaded.versions if self.loaded.several else [self.served.version]
+        return [*loaded, self.target.version]
 
     def _load(self, now: Now) -> None:
         self.loading, self._loading_ns = self.target, now.mono_ns
@@ -444,11 +446,11 @@ class WorkerMachine:
         requests, setup = self.requests, self.setup
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
-        found, prompts = self.waits(now.mono_ns), self._prompt_tokens()
+        waiting, prompts = self.waits(now.mono_ns), self._prompt_tokens()
         calls = requests.asked_calls(CALLS_SAID_MAX)
         status = WorkerStatus(
             at_ns=now.wall_ns,
-            waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
+            waits=self._waits.update(waiting, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
             cost=self._cost(),
             worker=setup.worker,
             incarnation=setup.incarnation,

@@ -221,11 +221,11 @@ class TaskPort:
         self._tasks.start(replace(effect, completions=completions, sampled=()))
         yield from ()
 
-    def _said(self, one: SampledTurns) -> Said:
-        turns = tuple(map(self._text, one.turns))
+    def _said(self, sampled: SampledTurns) -> Said:
+        turns = tuple(map(self._text, sampled.turns))
         if self._chat is None:
-            return Said(text=self._text(one.answer), turns=turns)
-        turn = self._chat.parse(one.answer, one.before, ())
+            return Said(text=self._text(sampled.answer), turns=turns)
+        turn = self._chat.parse(sampled.answer, sampled.before, ())
         return Said(text=turn.text, turns=turns, turn=turn)
 
     def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
@@ -255,8 +255,8 @@ class TaskPort:
         conversation = self._conversations.get(event.request)
         if conversation is None:
             return self._texts.ids(event.text)
-        said = [{"role": "user", "content": event.text}] if event.text else []
-        return conversation.answered(event.messages or said, go_on=not event.done)
+        messages = [{"role": "user", "content": event.text}] if event.text else []
+        return conversation.answered(event.messages or messages, go_on=not event.done)
 
 
 def prompt_of(
@@ -328,14 +328,14 @@ class HandoverPort(EffectRunner):
 
 
 def _put_kv(handover: Handover, effect: PutKv) -> Iterator[KvPut]:
-    found = handover.put(effect.label, effect.kv)
-    blob, why = (None, found.why) if isinstance(found, Lost) else (found, "")
+    stored = handover.put(effect.label, effect.kv)
+    blob, why = (None, stored.why) if isinstance(stored, Lost) else (stored, "")
     yield KvPut(request=effect.request, blob=blob, why=why)
 
 
 def _fetch_kv(handover: Handover, effect: FetchKv) -> Iterator[KvFetched]:
-    found = handover.fetch(effect.label, effect.blob)
-    kv, why = (None, found.why) if isinstance(found, Lost) else (found, "")
+    fetched = handover.fetch(effect.label, effect.blob)
+    kv, why = (None, fetched.why) if isinstance(fetched, Lost) else (fetched, "")
     yield KvFetched(request=effect.request, kv=kv, why=why)
 
 

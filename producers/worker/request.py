@@ -262,30 +262,30 @@ class RequestState:
         self.started_ns = self.first_token_ns = self.finished_ns = None
 
 
-def pin_of(place: ScheduledRequest, setup: WorkerSetup) -> int:
+def pin_of(scheduled: ScheduledRequest, setup: WorkerSetup) -> int:
     """Return the required version; evaluations and sessions never mix versions."""
-    mixes = setup.partial_rollout and place.spec.source not in setup.agents
-    if mixes and place.spec.purpose == "train":
+    mixes = setup.partial_rollout and scheduled.spec.source not in setup.agents
+    if mixes and scheduled.spec.purpose == "train":
         return ANY_VERSION
-    return place.spec.version
+    return scheduled.spec.version
 
 
-def state_of(place: ScheduledRequest, setup: WorkerSetup, now: Now) -> RequestState:
+def state_of(scheduled: ScheduledRequest, setup: WorkerSetup, now: Now) -> RequestState:
     """Return the initial state of a placed request."""
-    spec = place.spec
+    spec = scheduled.spec
     return RequestState(
-        key=key_of(place.trajectory, place.attempt),
-        place=place,
-        pin=pin_of(place, setup),
+        key=key_of(scheduled.trajectory, scheduled.attempt),
+        place=scheduled,
+        pin=pin_of(scheduled, setup),
         served=Served(spec.version, spec.digest),
         weights={spec.version: spec.digest},
         params=setup.params[spec.source],
         max_turns=setup.max_turns[spec.source],
-        seed=seed_of(place),
+        seed=seed_of(scheduled),
         placed_ns=now.wall_ns,
         since_ns=now.mono_ns,
-        chain=ProgressChain(resume=place.resume),
-        cache=MovedCache(blob=place.kv),
+        chain=ProgressChain(resume=scheduled.resume),
+        cache=MovedCache(blob=scheduled.kv),
     )
 
 
@@ -294,9 +294,9 @@ def key_of(trajectory: str, attempt: int) -> str:
     return f"{trajectory}/{attempt}"
 
 
-def seed_of(place: ScheduledRequest) -> int:
+def seed_of(scheduled: ScheduledRequest) -> int:
     """Return the seed, independent of attempt and worker."""
-    return trajectory_seed(place.spec.seed, place.sample)
+    return trajectory_seed(scheduled.spec.seed, scheduled.sample)
 
 
 def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:

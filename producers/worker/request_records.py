@@ -26,9 +26,9 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
     """Return the trajectory of a finished request."""
-    place, spec, sequence = request.place, request.place.spec, request.sequence
+    scheduled, spec, sequence = request.place, request.place.spec, request.sequence
     return Trajectory(
-        trajectory=place.trajectory,
+        trajectory=scheduled.trajectory,
         version=spec.version,
         digest=spec.digest,
         token_ids=sequence.token_ids,
@@ -43,15 +43,15 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
 
 
 def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
-    place, spec, sequence = request.place, request.place.spec, request.sequence
+    scheduled, spec, sequence = request.place, request.place.spec, request.sequence
     session = request.session
     return Meta(
         run=setup.topics.run,
         schema_version=SCHEMA_VERSION,
         group=spec.group,
         group_size=spec.size,
-        sample=place.sample,
-        attempt=place.attempt,
+        sample=scheduled.sample,
+        attempt=scheduled.attempt,
         purpose=spec.purpose,
         deadline=spec.deadline,
         dataset_digest=spec.dataset_digest,
@@ -92,15 +92,15 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
 
 def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     """Return the next record of a single-turn request."""
-    place, sequence, start = request.place, request.sequence, request.chain.end
+    scheduled, sequence, start = request.place, request.sequence, request.chain.end
     version, end = sequence.stretch(start, now=request.served.version)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
     prompt = sequence.prompt_tokens
-    prefills = (one for one in sequence.prefills if one < prompt + end)
+    prefills = (length for length in sequence.prefills if length < prompt + end)
     assert request.first_token_ns is not None and token_ids
     return Progress(
-        trajectory=place.trajectory,
-        attempt=place.attempt,
+        trajectory=scheduled.trajectory,
+        attempt=scheduled.attempt,
         version=version,
         digest=request.weights[version],
         worker=setup.worker,
@@ -118,7 +118,7 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
 
 def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
     """Return the next record of an episode."""
-    place, sequence, version = request.place, request.sequence, request.served.version
+    scheduled, sequence, version = request.place, request.sequence, request.served.version
     start, segments = sequence.part(
         request.chain.end, worker=setup.worker, incarnation=setup.incarnation, version=version
     )
@@ -126,8 +126,8 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
     finish = request.turn.finish if end == len(sequence) else None
     assert request.first_token_ns is not None
     return EpisodeProgress(
-        trajectory=place.trajectory,
-        attempt=place.attempt,
+        trajectory=scheduled.trajectory,
+        attempt=scheduled.attempt,
         version=version,
         digest=request.weights[version],
         worker=setup.worker,
@@ -138,7 +138,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
         sampler_logprobs=sequence.sampler_logprobs[start:end],
         loss_mask=sequence.loss_mask[start:end],
         segments=segments,
-        prefills=tuple(one for one in sequence.prefills if one < end),
+        prefills=tuple(length for length in sequence.prefills if length < end),
         previous=request.chain.resume.offset if request.chain.resume else -1,
         started_ns=request.first_token_ns,
         finish="stop" if sequence.answered(end) else finish or "",
@@ -152,7 +152,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
     assert session is not None and mine is not None and call.started_ns is not None
     prompt, end = sequence.prompt_tokens, len(sequence)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(0, end - prompt)
-    place = session.tree.place(sequence.token_ids[:prompt])
+    call_place = session.tree.place(sequence.token_ids[:prompt])
     return TurnProgress(
         trajectory=request.place.trajectory,
         attempt=request.place.attempt,
@@ -161,7 +161,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
         worker=setup.worker,
         incarnation=setup.incarnation,
         turn=len(session.tree.turns),
-        **place._asdict(),
+        **call_place._asdict(),
         token_ids=token_ids,
         logprobs=logprobs,
         sampler_logprobs=sampler_logprobs,
@@ -169,7 +169,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
         previous=request.chain.resume.offset if request.chain.resume else -1,
         started_ns=call.started_ns,
         ended_ns=mine.ended_ns,
-        routed_experts=sequence.routes.between(prompt - len(place.given_ids), end),
+        routed_experts=sequence.routes.between(prompt - len(call_place.given_ids), end),
         call=Call(
             start=prompt,
             end=end,

@@ -109,18 +109,20 @@ class RequestTable:
 
     @property
     def thinking(self) -> int:
-        found = self.by_key.values()
-        return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
+        requests = self.by_key.values()
+        return sum(
+            request.phase is Phase.AGENT and not self._on_engine(request) for request in requests
+        )
 
     def asked_calls(self, most: int) -> UnansweredCalls:
-        found = [
-            (one.call.asked_ns, key, one.place.trajectory, one.call.number)
-            for key, one in self.by_key.items()
-            if one.call is not None and one.call.number is not None
+        unanswered = [
+            (request.call.asked_ns, key, request.place.trajectory, request.call.number)
+            for key, request in self.by_key.items()
+            if request.call is not None and request.call.number is not None
         ]
-        oldest = nsmallest(most, found)
+        oldest = nsmallest(most, unanswered)
         return UnansweredCalls(
-            count=len(found),
+            count=len(unanswered),
             oldest=tuple(
                 UnansweredCall(trajectory, number, asked_ns, str(self.by_key[key].phase))
                 for asked_ns, key, trajectory, number in oldest
@@ -132,13 +134,13 @@ class RequestTable:
         """Return the number of requests queued before each; -1 if not queued, empty if none is."""
         if all(self.by_key[key].phase is not Phase.WAITING for key in keys):
             return ()
-        places = {key: place for place, key in enumerate(self._in_order())}
-        return tuple(places.get(key, -1) for key in keys)
+        positions = {key: position for position, key in enumerate(self._in_order())}
+        return tuple(positions.get(key, -1) for key in keys)
 
     def _in_order(self) -> Iterator[str]:
         yield from self._handed
         for queues in (self._returning, self._waiting):
-            for pin in sorted(queues, key=lambda one: (one == ANY_VERSION, one)):
+            for pin in sorted(queues, key=lambda version: (version == ANY_VERSION, version)):
                 yield from queues[pin]
 
     def progress(self) -> dict[str, Resume]:
@@ -152,8 +154,10 @@ class RequestTable:
         return size - self._phases[Phase.RUNNING] - len(self._handed)
 
     def all_generating(self) -> list[RequestState]:
-        found = self.by_key.values()
-        return [one for one in found if one.phase in GENERATING and one.call is None]
+        requests = self.by_key.values()
+        return [
+            request for request in requests if request.phase in GENERATING and request.call is None
+        ]
 
     def ask(self, effect: WorkerEffect) -> None:
         self.out.effects.append(effect)
@@ -189,12 +193,12 @@ class RequestTable:
         self._generating[request.pin] += 1
         self._note_phase(request)
 
-    def new_state(self, place: ScheduledRequest, now: Now) -> RequestState | None:
+    def new_state(self, scheduled: ScheduledRequest, now: Now) -> RequestState | None:
         """Return the initial state; None if the request was placed before."""
-        if key_of(place.trajectory, place.attempt) in self.by_key:
+        if key_of(scheduled.trajectory, scheduled.attempt) in self.by_key:
             self.counts["placed twice"] += 1
             return None
-        return state_of(place, self.setup, now)
+        return state_of(scheduled, self.setup, now)
 
     def enter(self, request: RequestState, phase: Phase) -> None:
         was = request.phase in GENERATING
@@ -215,8 +219,8 @@ class RequestTable:
         """Return the next request without removing it from its queue."""
         # Pinned requests first: the next version loads after them.
         pins = (*versions, ANY_VERSION)
-        found = (of.get(pin) for of in (self._returning, self._waiting) for pin in pins)
-        queue: dict[str, None] = next((one for one in found if one), {})
+        waiting = (of.get(pin) for of in (self._returning, self._waiting) for pin in pins)
+        queue: dict[str, None] = next((candidate for candidate in waiting if candidate), {})
         if not versions or not queue:
             return None
         request = self.by_key[next(iter(queue))]
@@ -321,20 +325,20 @@ class RequestTable:
         self.abandon(request)
 
     def fail(
-        self, place: ScheduledRequest, now: Now, error: str, message: str, *, retryable: bool
+        self, scheduled: ScheduledRequest, now: Now, error: str, message: str, *, retryable: bool
     ) -> None:
         self.counts["failed"] += 1
         record = RequestFailed(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
             incarnation=self.setup.incarnation,
-            trajectory=place.trajectory,
-            attempt=place.attempt,
+            trajectory=scheduled.trajectory,
+            attempt=scheduled.attempt,
             error=error,
             message=message,
             retryable=retryable,
         )
-        self.say(place.trajectory, record)
+        self.say(scheduled.trajectory, record)
 
     def abandon(self, request: RequestState) -> None:
         self.drop_kv(request)
@@ -420,7 +424,7 @@ class RequestTable:
                 if not queue:
                     del queues[request.pin]
 
-    def _count_generating(self, request: RequestState, one: int) -> None:
-        self._generating[request.pin] += one
+    def _count_generating(self, request: RequestState, change: int) -> None:
+        self._generating[request.pin] += change
         if not self._generating[request.pin]:
             del self._generating[request.pin]

@@ -101,9 +101,9 @@ class Requests(RequestTable):
 
     # Placed: PROMPTING, RESUMING, FETCHING
 
-    def place(self, place: ScheduledRequest, now: Now) -> None:
+    def place(self, scheduled: ScheduledRequest, now: Now) -> None:
         """Take a request; free slots do not wait for its prompt."""
-        request = self.new_state(place, now)
+        request = self.new_state(scheduled, now)
         if request is not None:
             self.insert(request)
             self.ask_prompt(request)
@@ -260,10 +260,10 @@ class Requests(RequestTable):
 
     # ENVIRONMENT
 
-    def ask_environment(self, request: RequestState, said: Sequence[int], now: Now) -> None:
+    def ask_environment(self, request: RequestState, token_ids: Sequence[int], now: Now) -> None:
         self.enter(request, Phase.ENVIRONMENT)
         request.turn.asked_ns = now.wall_ns
-        self.ask(EnvStep(request=request.key, token_ids=said, source=request.source))
+        self.ask(EnvStep(request=request.key, token_ids=token_ids, source=request.source))
 
     def observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
         """Append an observation; one that does not fit ends the request by length."""

@@ -220,31 +220,38 @@ def params_by_source(
         chat = chats.get(source)
         return sampling_params(sampling, stop_ids if chat is None else chat.stop_ids)
 
-    return {source: params(source, one) for source, one in sampling_by_source(config).items()}
+    return {
+        source: params(source, section) for source, section in sampling_by_source(config).items()
+    }
 
 
 def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
     """Return sampling sections by source."""
-    train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
-    apart = [(source_of("eval", one.name), config.eval_sampling(one)) for one in config.evaluations]
-    return dict((*train, *apart))
+    train = [(source_of("train", task.name), config.sampling) for task in config.tasks]
+    evaluations = [
+        (source_of("eval", task.name), config.eval_sampling(task)) for task in config.evaluations
+    ]
+    return dict((*train, *evaluations))
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
     """Return the turn limits by source."""
-    return {source: one.task.most_turns for one in pool_specs(config) for source in one.sources}
+    return {source: spec.task.most_turns for spec in pool_specs(config) for source in spec.sources}
 
 
 def agents_by_source(config: model.Config) -> dict[str, model.Task]:
     """Return the tasks with an agent by source."""
-    agents = [one for one in pool_specs(config) if one.task.has_agent]
-    return {source: one.task for one in agents for source in one.sources}
+    agents = [spec for spec in pool_specs(config) if spec.task.has_agent]
+    return {source: spec.task for spec in agents for source in spec.sources}
 
 
 def requests_move(config: model.Config, facts: Mapping[str, TaskFacts]) -> bool:
     """Return whether every request can move: a single turn, a session or a replayable episode."""
     agents = agents_by_source(config)
-    moving = (one.single_turn or one.replayable or at in agents for at, one in facts.items())
+    moving = (
+        task_facts.single_turn or task_facts.replayable or source in agents
+        for source, task_facts in facts.items()
+    )
     return all(moving)
 
 
@@ -265,8 +272,8 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, WorkerOutcome
         reach_directly(here.config.workers.endpoint)
         # Task processes import and read data while the engine starts.
         pools = [
-            (one, stack.enter_context(here.open_pool(one.task, clock=here.clock)))
-            for one in here.pools
+            (spec, stack.enter_context(here.open_pool(spec.task, clock=here.clock)))
+            for spec in here.pools
         ]
         assets = _checked_assets(here)
         tokenizer = Tokenizer(assets)
@@ -309,30 +316,30 @@ def task_ports(
 ) -> TaskPorts:
     """Return a port per source, with the task's rule for control tokens in text."""
     ports: dict[str, TaskPort] = {}
-    for one, pool in pools:
-        chat = chats.get(one.sources[0])
-        called = addresses if one.task.has_agent else None
-        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens), chat, called)
-        ports |= dict.fromkeys(one.sources, port)
+    for spec, pool in pools:
+        chat = chats.get(spec.sources[0])
+        called = addresses if spec.task.has_agent else None
+        port = TaskPort(pool, tokenizer.reading(spec.task.special_tokens), chat, called)
+        ports |= dict.fromkeys(spec.sources, port)
     return TaskPorts(ports)
 
 
 def _endpoint(
     here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
 ) -> SessionPort | None:
-    specs = [one for one in here.pools if one.task.has_agent]
+    specs = [spec for spec in here.pools if spec.task.has_agent]
     if not specs:
         return None
     sampling = sampling_by_source(here.config)
     sources = tuple(
         SourceSetup(
             sources=(source,),
-            task=one.task,
+            task=spec.task,
             sampling=sampling[source],
             chat=source in chats,
         )
-        for one in specs
-        for source in one.sources
+        for spec in specs
+        for source in spec.sources
     )
     setup = EndpointSetup(
         listen=here.config.workers.endpoint,
@@ -346,8 +353,8 @@ def _endpoint(
 
 
 def _failing(pools: Pools) -> tuple[FailingServer, ...]:
-    found = {(one.task, one.url): one for _, pool in pools for one in pool.failing}
-    return tuple(found.values())[:FAILING_SAID_MAX]
+    failing = {(server.task, server.url): server for _, pool in pools for server in pool.failing}
+    return tuple(failing.values())[:FAILING_SAID_MAX]
 
 
 def _serve(
@@ -412,7 +419,7 @@ def _setup(
     decisions_from: int,
 ) -> WorkerSetup:
     # Calls that reach their own limit raise no alarm.
-    calls_s = TASK_CALLS * max(_longest_call_s(one) for one in here.config.tasks)
+    calls_s = TASK_CALLS * max(_longest_call_s(task) for task in here.config.tasks)
     return worker_setup(
         here.config,
         calls_s=calls_s,
@@ -423,7 +430,7 @@ def _setup(
         prefetch=here.config.workers.prefetch,
         context_tokens=engine.context_tokens,
         decisions_from=decisions_from,
-        digests={source: one.data(source).digest for source, one in facts.items()},
+        digests={source: task.data(source).digest for source, task in facts.items()},
         params=params,
         transfers=here.transfers,
         max_resident_versions=engine.max_resident_versions,
@@ -479,16 +486,16 @@ def _checked_assets(here: _Worker) -> Path:
 
 def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
     """Return task facts by source; empty after a stop. Raises TaskError."""
-    found: dict[str, TaskFacts] = {}
-    for one, pool in pools:
+    facts: dict[str, TaskFacts] = {}
+    for spec, pool in pools:
         while pool.facts is None:
             if here.stop():
                 return {}
             pool.poll(POLL_S)
-        check_scoring(pool.facts, here.run, one.sources)
-        check_data(pool.facts, here.run, one.sources)
-        found |= dict.fromkeys(one.sources, pool.facts)
-    return found
+        check_scoring(pool.facts, here.run, spec.sources)
+        check_data(pool.facts, here.run, spec.sources)
+        facts |= dict.fromkeys(spec.sources, pool.facts)
+    return facts
 
 
 # Joining
@@ -519,7 +526,11 @@ def _joined(
         template_digest=template_digest,
         packages=packages_of(facts.values()),
         colocated=here.colocated,
-        reward_digests={at: one.reward_digest for at, one in facts.items() if "/" in at},
+        reward_digests={
+            source: task_facts.reward_digest
+            for source, task_facts in facts.items()
+            if "/" in source
+        },
     )
 
 

@@ -86,16 +86,16 @@ class Scorings:
                 self._answer(key, now, error=f"{event.error}: {event.message}", retryable=retryable)
 
     def drop_all(self) -> None:
-        for key, one in self._open.items():
-            self._requests.ask(Forget(request=key, source=one.decision.spec.source))
+        for key, scoring in self._open.items():
+            self._requests.ask(Forget(request=key, source=scoring.decision.spec.source))
         self._open.clear()
 
     def wait(self, now_ns: int, patience_ns: int) -> PendingWait | None:
         """Return the wait for the oldest scoring, unless it is short."""
-        oldest = min(self._open.values(), key=lambda one: one.since_ns, default=None)
+        oldest = min(self._open.values(), key=lambda scoring: scoring.since_ns, default=None)
         if oldest is None or now_ns - oldest.since_ns < patience_ns:
             return None
-        groups = [one.decision.spec.group for one in self._open.values()]
+        groups = [scoring.decision.spec.group for scoring in self._open.values()]
         return PendingWait(
             name="group-score",
             words=f"the task to score the trajectories of a group together ({len(groups)})",
@@ -114,7 +114,7 @@ class Scorings:
             )
             for trajectory, added, parts in both
         )
-        beyond = [one for one in samples if abs(one.reward) > REWARD_MAX]
+        beyond = [sample for sample in samples if abs(sample.reward) > REWARD_MAX]
         if beyond:
             error = f"NoAnswer: the reward of {beyond[0].trajectory} is beyond {REWARD_MAX:g}"
             self._answer(key, now, error=error)
@@ -156,14 +156,16 @@ def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) 
     )
 
 
-def turns_said(one: Trajectory) -> SampledTurns:
+def turns_said(trajectory: Trajectory) -> SampledTurns:
     """Return the turns of a record and the tokens before the last one."""
-    turns = turns_of(one.segments, one.token_ids)
+    turns = turns_of(trajectory.segments, trajectory.token_ids)
     answers = [ids for kind, ids in turns if kind == "model"]
-    last = max((part.turn for part in one.segments if part.kind == "model"), default=0)
-    starts = [part.start for part in one.segments if (part.kind, part.turn) == ("model", last)]
+    last = max((part.turn for part in trajectory.segments if part.kind == "model"), default=0)
+    starts = [
+        part.start for part in trajectory.segments if (part.kind, part.turn) == ("model", last)
+    ]
     return SampledTurns(
         answer=answers[-1] if answers else [],
         turns=[ids for _, ids in turns],
-        before=one.token_ids[: min(starts, default=len(one.token_ids))],
+        before=trajectory.token_ids[: min(starts, default=len(trajectory.token_ids))],
     )

@@ -105,14 +105,14 @@ class TokenSequence:
     @classmethod
     def restored(cls, parts: Sequence[EpisodeProgress]) -> TokenSequence:
         """Build the sequence of an episode from a full chain, oldest first."""
-        made = cls((), at_ns=0)
-        made.segments.clear()
+        sequence = cls((), at_ns=0)
+        sequence.segments.clear()
         for part in parts:
-            made._append(part)
-        made.prefills = list(parts[-1].prefills)
-        made.prompt_tokens = made.segments[0].end
-        made._turn = made.segments[-1].turn
-        return made
+            sequence._append(part)
+        sequence.prefills = list(parts[-1].prefills)
+        sequence.prompt_tokens = sequence.segments[0].end
+        sequence._turn = sequence.segments[-1].turn
+        return sequence
 
     def _append(self, part: EpisodeProgress) -> None:
         start, first = len(self.token_ids), part.segments[0]
@@ -122,11 +122,13 @@ class TokenSequence:
         self.loss_mask.extend(part.loss_mask)
         self.routes.add(part.routed_experts, len(self.token_ids))
         self.sampled_tokens += sum(part.loss_mask)
-        for one in part.segments:
-            begin = start + one.start
-            if one is first and self.segments and _same_stay(self.segments[-1], one):
+        for segment in part.segments:
+            begin = start + segment.start
+            if segment is first and self.segments and _same_stay(self.segments[-1], segment):
                 begin = self.segments.pop().start
-            self.segments.append(msgspec.structs.replace(one, start=begin, end=start + one.end))
+            self.segments.append(
+                msgspec.structs.replace(segment, start=begin, end=start + segment.end)
+            )
 
     def part(self, sampled: int, **made_by: Any) -> tuple[int, list[Segment]]:
         """Return (start, segments) of the next tokens of one version.
@@ -135,21 +137,23 @@ class TokenSequence:
         (worker, incarnation, version) is the current stay.
         """
         start = self._after(sampled)
-        found: list[Segment] = []
+        segments: list[Segment] = []
         models = 0  # in `found`, up to the last model segment
-        for one in self._segments_from(start, made_by):
-            if one.kind == "model":
-                if models and one.version != found[models - 1].version:
+        for segment in self._segments_from(start, made_by):
+            if segment.kind == "model":
+                if models and segment.version != segments[models - 1].version:
                     break
-                models = len(found) + 1
-            begin, end = max(one.start, start) - start, one.end - start
-            found.append(msgspec.structs.replace(one, start=begin, end=end))
-        return start, found[:models]
+                models = len(segments) + 1
+            begin, end = max(segment.start, start) - start, segment.end - start
+            segments.append(msgspec.structs.replace(segment, start=begin, end=end))
+        return start, segments[:models]
 
     def _segments_from(self, start: int, made_by: dict[str, Any]) -> Iterator[Segment]:
-        for one in self.segments:
-            if one.end > start or (_is_answer(one) and one.start == start):  # may be empty
-                yield one
+        for segment in self.segments:
+            if segment.end > start or (
+                _is_answer(segment) and segment.start == start
+            ):  # may be empty
+                yield segment
         if self.in_stay:
             yield Segment(
                 kind="model",
@@ -162,34 +166,34 @@ class TokenSequence:
             )
 
     def _after(self, sampled: int) -> int:
-        left = sampled
-        if not left:
+        remaining = sampled
+        if not remaining:
             return 0
-        for one in self.segments:
-            if one.kind == "model":
-                if left <= one.end - one.start:
-                    return one.start + left
-                left -= one.end - one.start
-        return self._stay_start + left
+        for segment in self.segments:
+            if segment.kind == "model":
+                if remaining <= segment.end - segment.start:
+                    return segment.start + remaining
+                remaining -= segment.end - segment.start
+        return self._stay_start + remaining
 
     @property
     def in_stay(self) -> bool:
         return len(self.token_ids) > self.segments[-1].end
 
-    def answered(self, place: int) -> bool:
-        return any(_is_answer(one) and one.start == place for one in self.segments)
+    def answered(self, position: int) -> bool:
+        return any(_is_answer(segment) and segment.start == position for segment in self.segments)
 
     def exchanges(self) -> list[Exchange]:
-        found: list[Exchange] = []
-        said: list[int] = []
-        for one in self.segments[1:]:
-            ids = self.token_ids[one.start : one.end].tolist()
-            if one.kind == "model":
-                said += ids
+        answered: list[Exchange] = []
+        sampled: list[int] = []
+        for segment in self.segments[1:]:
+            ids = self.token_ids[segment.start : segment.end].tolist()
+            if segment.kind == "model":
+                sampled += ids
             else:
-                found.append(Exchange(one.turn, said, ids, one.tool, one.ok))
-                said = []
-        return found
+                answered.append(Exchange(segment.turn, sampled, ids, segment.tool, segment.ok))
+                sampled = []
+        return answered
 
     def cut(self) -> bool:
         """Remove empty stays and the answer to the last model turn; return whether it existed."""
@@ -204,7 +208,7 @@ class TokenSequence:
         del self.token_ids[end:], self.logprobs[end:], self.sampler_logprobs[end:]
         del self.loss_mask[end:]
         self.routes.cut(end)
-        self.prefills = [one for one in self.prefills if one < end]
+        self.prefills = [length for length in self.prefills if length < end]
         return answered
 
     def start_stay(self, at_ns: int, *, imported: bool = False) -> None:
@@ -262,13 +266,19 @@ class TokenSequence:
     def moves(self) -> int:
         """Number of stays without a prefill."""
         prefilled = set(self.prefills)
-        return sum(one.kind == "model" and one.start not in prefilled for one in self.segments)
+        return sum(
+            segment.kind == "model" and segment.start not in prefilled for segment in self.segments
+        )
 
     @property
     def turn_tokens(self) -> int:
         """Tokens of the current turn in ended stays."""
-        mine = (one for one in self.segments if one.kind == "model" and one.turn == self._turn)
-        return sum(one.end - one.start for one in mine)
+        mine = (
+            segment
+            for segment in self.segments
+            if segment.kind == "model" and segment.turn == self._turn
+        )
+        return sum(segment.end - segment.start for segment in mine)
 
     @property
     def turns_taken(self) -> int:
@@ -284,13 +294,15 @@ class TokenSequence:
 
     @property
     def versions(self) -> list[int]:
-        return list(dict.fromkeys(one.version for one in self.segments if one.kind == "model"))
+        return list(
+            dict.fromkeys(segment.version for segment in self.segments if segment.kind == "model")
+        )
 
     def stretch(self, start: int, *, now: int) -> tuple[int, int]:
         """Return (version, end): the sampler of [start, end) after the prompt; single-turn only."""
-        at, version, end = self.prompt_tokens + start, now, len(self.token_ids)
+        position, version, end = self.prompt_tokens + start, now, len(self.token_ids)
         for segment in reversed(self.segments):
-            if segment.kind != "model" or segment.end <= at:
+            if segment.kind != "model" or segment.end <= position:
                 break
             if segment.version != version:
                 version, end = segment.version, segment.end
@@ -298,9 +310,9 @@ class TokenSequence:
 
     def sampled_from(self, start: int, end: int) -> tuple[list[int], list[float], list[float]]:
         """Return sampled tokens [start, end), counted after the prompt; single-turn only."""
-        at = slice(self.prompt_tokens + start, self.prompt_tokens + end)
-        logprobs, sampler_logprobs = self.logprobs[at], self.sampler_logprobs[at]
-        return self.token_ids[at].tolist(), logprobs.tolist(), sampler_logprobs.tolist()
+        span = slice(self.prompt_tokens + start, self.prompt_tokens + end)
+        logprobs, sampler_logprobs = self.logprobs[span], self.sampler_logprobs[span]
+        return self.token_ids[span].tolist(), logprobs.tolist(), sampler_logprobs.tolist()
 
     def _given(
         self,
@@ -354,10 +366,10 @@ def _is_answer(segment: Segment) -> bool:
     return segment.kind in ("environment", "tool")
 
 
-def _same_stay(before: Segment, one: Segment) -> bool:
-    return before.kind == one.kind == "model" and (
+def _same_stay(before: Segment, after: Segment) -> bool:
+    return before.kind == after.kind == "model" and (
         (before.turn, before.start_ns, before.worker, before.incarnation, before.version)
-        == (one.turn, one.start_ns, one.worker, one.incarnation, one.version)
+        == (after.turn, after.start_ns, after.worker, after.incarnation, after.version)
     )
 
 
@@ -377,7 +389,7 @@ def chain_error(
     """
     if not chunks:
         return "no progress record found"
-    at = sampled = 0
+    position = sampled = 0
     for chunk in chunks:
         if isinstance(chunk, TurnProgress):
             return "the chain contains a call of an agent"
@@ -389,19 +401,21 @@ def chain_error(
         if not later and (chunk.version, chunk.digest) != (version, digest):
             return f"a progress record was made by version {chunk.version}, not {version}"
         version, digest = chunk.version, chunk.digest
-        if chunk.start != at:
-            return f"a progress record starts at token {chunk.start}, not {at}"
+        if chunk.start != position:
+            return f"a progress record starts at token {chunk.start}, not {position}"
         if not _alike(chunks[0].routed_experts, chunk.routed_experts):
             return "the progress records are of models with other experts"
-        at += len(chunk.token_ids)
-        sampled += sum(chunk.loss_mask) if isinstance(chunk, EpisodeProgress) else at - chunk.start
+        position += len(chunk.token_ids)
+        sampled += (
+            sum(chunk.loss_mask) if isinstance(chunk, EpisodeProgress) else position - chunk.start
+        )
     if sampled != tokens:
         return f"the progress records reach {sampled} tokens, not {tokens}"
     return None
 
 
-def _alike(one: Routes | None, other: Routes | None) -> bool:
-    return other is None if one is None else other is not None and one.alike(other)
+def _alike(first: Routes | None, other: Routes | None) -> bool:
+    return other is None if first is None else other is not None and first.alike(other)
 
 
 def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | None:
@@ -415,12 +429,12 @@ def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | Non
 
 def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:
     """Return the sequence of a valid chain, or why its segments are invalid."""
-    parts = [one for one in chunks if isinstance(one, EpisodeProgress)]
-    kinds = [one.kind for part in parts for one in part.segments]
+    parts = [segment for segment in chunks if isinstance(segment, EpisodeProgress)]
+    kinds = [segment.kind for part in parts for segment in part.segments]
     if kinds[:1] != ["prompt"] or "prompt" in kinds[1:] or "model" not in kinds:
         return "the progress records do not begin with one prompt"
     for part in parts:
-        samplers = {one.version for one in part.segments if one.kind == "model"}
+        samplers = {segment.version for segment in part.segments if segment.kind == "model"}
         if part.segments[-1].kind != "model" or samplers != {part.version}:
             return f"the record from token {part.start} on is not of version {part.version}"
     return TokenSequence.restored(parts)

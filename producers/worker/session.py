@@ -52,10 +52,12 @@ class ContextTree:
 
     def place(self, prompt: Sequence[int]) -> CallPlace:
         ids = np.asarray(prompt, np.int32)
-        equal = [common_prefix(ids, one) for one in self._ids]
-        whole = [at for at, one in enumerate(self._ids) if equal[at] == len(one)]
-        if whole:
-            context = max(whole, key=lambda at: equal[at])
+        equal = [common_prefix(ids, known_ids) for known_ids in self._ids]
+        extended = [
+            number for number, known_ids in enumerate(self._ids) if equal[number] == len(known_ids)
+        ]
+        if extended:
+            context = max(extended, key=equal.__getitem__)
             return CallPlace(context, -1, 0, ids[equal[context] :].tolist())
         shared = max(equal, default=0)
         parent = equal.index(shared) if shared else -1
@@ -64,11 +66,13 @@ class ContextTree:
     def add(self, turn: TurnProgress) -> str:
         """Add an answered call; return why it cannot follow the earlier ones, or an empty
         string."""
-        known = turn.context < len(self._ids)
-        before = self._ids[turn.context] if known else self._begun(turn)
-        if before is None or (known and turn.shared):
+        exists = turn.context < len(self._ids)
+        before = self._ids[turn.context] if exists else self._begun(turn)
+        if before is None or (exists and turn.shared):
             return f"call {turn.turn} is part of a context that is not there"
-        given, sampled = (np.asarray(one, np.int32) for one in (turn.given_ids, turn.token_ids))
+        given, sampled = (
+            np.asarray(tokens, np.int32) for tokens in (turn.given_ids, turn.token_ids)
+        )
         start = len(before) + len(given)
         if (turn.call.start, turn.call.end) != (start, start + len(sampled)):
             return f"call {turn.turn} is not where its context ends"
@@ -76,17 +80,17 @@ class ContextTree:
         self.turns.append(turn)
         return ""
 
-    def prompt(self, place: int) -> list[int]:
-        turn = self.turns[place]
+    def prompt(self, index: int) -> list[int]:
+        turn = self.turns[index]
         ids: list[int] = self._ids[turn.context][: turn.call.start].tolist()
         return ids
 
     def only(self, places: Collection[int]) -> ContextTree:
         tree = ContextTree()
-        for at, turn in enumerate(self.turns):
-            if at in places:
-                place = tree.place(self.prompt(at))
-                why = tree.add(placed(turn, place))
+        for index, turn in enumerate(self.turns):
+            if index in places:
+                position = tree.place(self.prompt(index))
+                why = tree.add(placed(turn, position))
                 assert not why, why
         return tree
 
@@ -95,21 +99,21 @@ class ContextTree:
         contexts: list[Context] = []
         calls: dict[int, Call] = {}
         for number in range(len(self._ids)):
-            mine = [at for at, turn in enumerate(self.turns) if turn.context == number]
+            mine = [index for index, turn in enumerate(self.turns) if turn.context == number]
             ended_ns = 0
-            for at in mine:
-                turn = self.turns[at]
+            for index in mine:
+                turn = self.turns[index]
                 asked_ns = turn.call.asked_ns
-                if at != mine[0]:
+                if index != mine[0]:
                     _observe(sequence, turn, ended_ns)
                 elif number:
                     contexts.append(Context(len(sequence), turn.parent, turn.shared))
                     sequence.branch(turn.given_ids, at_ns=asked_ns)
                 else:
                     sequence = TokenSequence(turn.given_ids, at_ns=asked_ns)
-                calls[at] = _say(sequence, turn)
+                calls[index] = _say(sequence, turn)
                 ended_ns = turn.call.answered_ns
-        in_order = tuple(calls[at] for at in sorted(calls))
+        in_order = tuple(calls[index] for index in sorted(calls))
         return Record(sequence, tuple(contexts), in_order)
 
     def _begun(self, turn: TurnProgress) -> Ids | None:
@@ -123,9 +127,9 @@ class ContextTree:
         return parents[0][: turn.shared] if there else None
 
 
-def placed(turn: TurnProgress, place: CallPlace) -> TurnProgress:
+def placed(turn: TurnProgress, position: CallPlace) -> TurnProgress:
     """Return the call with another position."""
-    return replace(turn, **place._asdict())
+    return replace(turn, **position._asdict())
 
 
 def _observe(sequence: TokenSequence, turn: TurnProgress, ended_ns: int) -> None:
@@ -202,7 +206,7 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        return sum(len(self.tree.turns[at].token_ids) for at in self.used)
+        return sum(len(self.tree.turns[index].token_ids) for index in self.used)
 
     @property
     def tokens_logged(self) -> int:
@@ -229,22 +233,22 @@ def session_of(
     session = Session()
     if not chunks:
         return "no progress record found"
-    for at, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         if not isinstance(chunk, TurnProgress):
             return "the chain contains a record that is no agent call"
         if chunk.trajectory != trajectory:
             return f"a progress record of {chunk.trajectory} is in the chain of {trajectory}"
         if (chunk.version, chunk.digest) != (version, digest):
             return f"a progress record was made by version {chunk.version}, not {version}"
-        if chunk.turn != at:
-            return f"a progress record is of call {chunk.turn}, not {at}"
+        if chunk.turn != index:
+            return f"a progress record is of call {chunk.turn}, not {index}"
         why = session.tree.add(chunk)
         if why:
             return why
-        name = CallKey(prompt_digest(session.tree.prompt(at)), chunk.call.occurrence)
+        name = CallKey(prompt_digest(session.tree.prompt(index)), chunk.call.occurrence)
         if name in session.answers:
-            return f"call {at} was answered before"
-        session.answers[name] = at
+            return f"call {index} was answered before"
+        session.answers[name] = index
     if session.tokens_logged != tokens:
         return f"the progress records reach {session.tokens_logged} tokens, not {tokens}"
     return session

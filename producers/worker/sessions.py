@@ -80,13 +80,13 @@ class Sessions:
         self._requests = requests
         self._setup = requests.setup
 
-    def takes(self, place: ScheduledRequest) -> bool:
-        return place.spec.source in self._setup.agents
+    def takes(self, scheduled: ScheduledRequest) -> bool:
+        return scheduled.spec.source in self._setup.agents
 
-    def place(self, place: ScheduledRequest, now: Now) -> None:
+    def place(self, scheduled: ScheduledRequest, now: Now) -> None:
         """Take a session and start its agent, which needs no slot."""
         requests = self._requests
-        request = requests.new_state(place, now)
+        request = requests.new_state(scheduled, now)
         if request is None:
             return
         request.session = Session()
@@ -104,15 +104,15 @@ class Sessions:
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         assert request.chain.resume is not None
         spec = request.place.spec
-        found = event.why or session_of(
+        session = event.why or session_of(
             event.chunks,
             trajectory=request.place.trajectory,
             version=spec.version,
             digest=spec.digest,
             tokens=request.chain.resume.tokens,
         )
-        if isinstance(found, Session):
-            request.session = found
+        if isinstance(session, Session):
+            request.session = session
         else:
             self._requests.counts["progress unusable"] += 1
             request.chain.resume = None
@@ -221,9 +221,9 @@ class Sessions:
 
     def _sample(self, request: RequestState, name: CallKey, event: CallAsked, now: Now) -> None:
         session = _session(request)
-        left = request.params.max_tokens - session.tokens
+        remaining = request.params.max_tokens - session.tokens
         asked_max = event.max_tokens
-        most = left if asked_max is None else max(1, min(left, asked_max))
+        most = remaining if asked_max is None else max(1, min(remaining, asked_max))
         key = f"{request.key}#{session.calls}"
         call = replace(
             state_of(request.place, self._setup, now),
@@ -295,10 +295,10 @@ class Sessions:
             self._answer(request, turn.turn, mine.number)
         self._log(request)
 
-    def _answer(self, request: RequestState, place: int, number: int) -> None:
+    def _answer(self, request: RequestState, index: int, number: int) -> None:
         session = _session(request)
-        session.used.add(place)
-        turn = session.tree.turns[place]
+        session.used.add(index)
+        turn = session.tree.turns[index]
         self._requests.ask(
             AnswerCall(
                 request=request.key,
@@ -350,7 +350,7 @@ class Sessions:
             counts["recorded calls not asked again"] += unused
         record = (session.tree.only(session.used) if unused else session.tree).record()
         request.sequence, session.contexts, session.made = record
-        request.started_ns = min(session.tree.turns[at].started_ns for at in session.used)
+        request.started_ns = min(session.tree.turns[index].started_ns for index in session.used)
         request.first_token_ns = request.first_token_ns or request.started_ns
 
 

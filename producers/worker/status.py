@@ -57,23 +57,27 @@ class Situation:
     """Shorter waits are omitted unless the worker is idle."""
 
 
-def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
+def waits(requests: Iterable[RequestState], situation: Situation) -> list[PendingWait]:
     """Return a worker's waits."""
     phases: dict[Phase, list[RequestState]] = {}
     for request in requests:
         if request.session is None or not request.session.open:
             phases.setdefault(request.phase, []).append(request)
-    if at.loading is not None:
-        sleeps = at.loading == NO_VERSION
-        words = "its engine to let go" if sleeps else f"the weights of version {at.loading}"
-        key = str(at.loading)
-        first = [_still("weights", words, key, at.loading_ns, Blocker("version", key))]
+    if situation.loading is not None:
+        sleeps = situation.loading == NO_VERSION
+        words = "its engine to let go" if sleeps else f"the weights of version {situation.loading}"
+        key = str(situation.loading)
+        first = [_still("weights", words, key, situation.loading_ns, Blocker("version", key))]
     else:
-        first = _standing(phases, at)
-    said = {one.name for one in first}
+        first = _standing(phases, situation)
+    named = {wait.name for wait in first}
     for phase, of_phase in phases.items():
-        late = [request for request in of_phase if at.now_ns - request.since_ns >= at.heartbeat_ns]
-        if late and NAMES[phase] not in said and phase not in _ENDLESS:
+        late = [
+            request
+            for request in of_phase
+            if situation.now_ns - request.since_ns >= situation.heartbeat_ns
+        ]
+        if late and NAMES[phase] not in named and phase not in _ENDLESS:
             first.append(_of_phase(phase, late, still=False))
     return first
 
@@ -82,20 +86,22 @@ _ENDLESS: Final = (Phase.RUNNING, Phase.WAITING)
 """Phases that are normal waits."""
 
 
-def _standing(phases: Mapping[Phase, list[RequestState]], at: Situation) -> list[PendingWait]:
+def _standing(
+    phases: Mapping[Phase, list[RequestState]], situation: Situation
+) -> list[PendingWait]:
     if Phase.RUNNING in phases:
-        if at.now_ns - at.tokens_ns <= TOKENS_QUIET_NS:
+        if situation.now_ns - situation.tokens_ns <= TOKENS_QUIET_NS:
             return []
         requests = phases[Phase.RUNNING]
-        return [_of_phase(Phase.RUNNING, requests, still=True, since_ns=at.tokens_ns)]
+        return [_of_phase(Phase.RUNNING, requests, still=True, since_ns=situation.tokens_ns)]
     for phase in NAMES:
         if phase in phases:
             return [_of_phase(phase, phases[phase], still=True)]
     orchestrator = Blocker("role", "orchestrator")
-    if at.served < 0:
+    if situation.served < 0:
         return [_still("version", "a version to host", "", None, orchestrator)]
-    words = f"requests of version {at.served}"
-    return [_still("requests", words, str(at.served), None, orchestrator)]
+    words = f"requests of version {situation.served}"
+    return [_still("requests", words, str(situation.served), None, orchestrator)]
 
 
 def _of_phase(
@@ -134,14 +140,14 @@ class ProgressDelta:
 
     def shorten(self, status: WorkerStatus) -> WorkerStatus:
         """Return a status with changed progress; `schemas.metrics.merged` reverses this."""
-        whole = status.progress
-        before, self._whole = self._whole, whole
+        progress = status.progress
+        before, self._whole = self._whole, progress
         since = self._statuses % WHOLE_EVERY > 0
         self._statuses += 1
         if not since:
             return status
-        newer = {name: one for name, one in whole.items() if before.get(name) != one}
-        ended = tuple(sorted(before.keys() - whole.keys()))
+        newer = {name: resume for name, resume in progress.items() if before.get(name) != resume}
+        ended = tuple(sorted(before.keys() - progress.keys()))
         return msgspec.structs.replace(status, progress=newer, since=True, ended=ended)
 
 

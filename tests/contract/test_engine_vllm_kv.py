@@ -170,7 +170,7 @@ def test_cache_whose_file_is_gone_is_computed(vllm: Subject, target: VllmEngine)
     _, rest = taken(vllm.open(slots=2), request("r", PROMPT, max_tokens=60), sampled=9)
     expected = run(target, [replace(rest, kv=None)])["r"]
     target.add(rest)
-    (file,) = Path(str(target._caches._folder.path)).glob("*.npy")
+    (file,) = Path(str(target._caches._folder)).glob("*.npy")
     file.unlink()
     result = {"r": Result()}
     moves.finish(target, result)

@@ -44,23 +44,25 @@ class VllmServerClient:
         words = ("routes" if routes else "", ids)
         return msgspec.convert(self.rpc("dora_open", *words), wire.ServerFacts)
 
-    def experts(self, wanted: Sequence[wire.KeptPart], gone: Sequence[str]) -> list[Routes]:
+    def experts(self, parts: Sequence[wire.KeptPart], finished: Sequence[str]) -> list[Routes]:
         """Return experts and forget `gone` attempts. Raises InvariantBroken if some are lost."""
-        words = [msgspec.json.encode(one).decode() for one in (wanted, gone)]
+        words = [msgspec.json.encode(part).decode() for part in (parts, finished)]
         found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
-        kept = [one for one in found if one is not None]
-        if len(kept) != len(wanted):
+        experts = [part for part in found if part is not None]
+        if len(experts) != len(parts):
             raise InvariantBroken("vLLM's server lost the routing of running requests", hint=SHARED)
-        return kept
+        return experts
 
     def caches(self, folder: str, mark: str) -> CacheFacts:
         """Return the KV caches' layout; empty if a process does not see the folder."""
-        found = [msgspec.convert(one, CacheFacts) for one in self._ask("dora_kv", folder, mark)]
-        return found[0] if all(one == found[0] for one in found) else CacheFacts()
+        facts = [
+            msgspec.convert(answer, CacheFacts) for answer in self._ask("dora_kv", folder, mark)
+        ]
+        return facts[0] if all(answer == facts[0] for answer in facts) else CacheFacts()
 
     def copy_cache(self, stay: str, path: str) -> set[str]:
         """Copy a KV cache into a file; return the processes' states."""
-        return {str(one["state"]) for one in self._ask("dora_copy_kv", stay, path)}
+        return {str(answer["state"]) for answer in self._ask("dora_copy_kv", stay, path)}
 
     def label(self) -> str:
         return str(self._call("GET", wire.WEIGHT_INFO)["weight_version"])
@@ -77,9 +79,9 @@ class VllmServerClient:
         self._call("POST", "/finish_weight_update", {"weight_version": label})
         if not self._call("POST", "/reset_prefix_cache")["success"]:
             raise ResourceError("vLLM's server did not clear its prefix cache")
-        found = self.label()
-        if found != label:
-            raise InvariantBroken(f"vLLM reports the weights {found!r}, expected {label!r}")
+        loaded = self.label()
+        if loaded != label:
+            raise InvariantBroken(f"vLLM reports the weights {loaded!r}, expected {label!r}")
         self.resume()
 
     def rpc(self, method: str, *words: str) -> dict[str, Any]:
@@ -125,21 +127,21 @@ class VllmServerClient:
             self._aborts.append(self._send(wire.ABORT, {"request_ids": ids}))
         self._settle(ABORTS_MAX)
 
-    def well(self, said: str = "") -> None:
+    def well(self, detail: str = "") -> None:
         """Check health. Raises ResourceError."""
         try:
             call(self._address, "GET", wire.HEALTH, timeout_s=HEALTH_S)
         except ResourceError as error:
-            raise self.gone(error, said) from None
+            raise self.gone(error, detail) from None
 
-    def gone(self, error: ResourceError, said: str = "") -> ResourceError:
+    def gone(self, error: ResourceError, detail: str = "") -> ResourceError:
         """Return the process's exit as an error if it has ended, else `error`."""
         if self._process is not None:
             try:
                 self._process.settle()
             except ResourceError as ended:
                 return ended
-        message = f"{error.message} ({said})" if said else error.message
+        message = f"{error.message} ({detail})" if detail else error.message
         return ResourceError(message, hint=error.hint)
 
     def close(self, stays: list[str]) -> None:
@@ -170,10 +172,10 @@ class VllmServerClient:
 
     def _ask(self, method: str, *words: str) -> list[dict[str, Any]]:
         results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
-        for found in results:
-            if "error" in found:
-                raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
-        return [dict(found) for found in results]
+        for result in results:
+            if "error" in result:
+                raise (ResourceError if result.get("here") else PolicyError)(str(result["error"]))
+        return [dict(result) for result in results]
 
     def _tell(self, path: str, body: dict[str, Any]) -> str:
         stream = self._send(path, body)

@@ -130,20 +130,20 @@ def version() -> str:
 
 
 def _is_of_here(error: Exception) -> bool:
-    said = str(error).lower()
+    message = str(error).lower()
     disk = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
-    return disk or isinstance(error, MemoryError) or any(word in said for word in _DEVICE_WORDS)
+    return disk or isinstance(error, MemoryError) or any(word in message for word in _DEVICE_WORDS)
 
 
 def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
     """Convert an exception of REFUSALS."""
-    said = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
     if _is_of_here(error):
         hint = (
             "lower workers.max_num_seqs or workers.max_model_len, or set workers.vllm.kv_cache_gb"
         )
-        return ResourceError(f"vLLM did not start: {said}", hint=hint)
-    return PolicyError(f"vLLM does not support the model of {model_dir}: {said}")
+        return ResourceError(f"vLLM did not start: {message}", hint=hint)
+    return PolicyError(f"vLLM does not support the model of {model_dir}: {message}")
 
 
 def arguments(
@@ -191,9 +191,9 @@ def need_kv_room(
     parts = settings.parts
     token = token_kv_values(config, settings) * itemsize_of(settings)
     held = int(settings.kv_cache_gb * 2**30) // parts // (token * block)
-    wanted = math.ceil(context_tokens / block) + 1
-    if held < wanted:
-        least = math.ceil(wanted * block * token * parts / 2**30 * 1000) / 1000
+    needed = math.ceil(context_tokens / block) + 1
+    if held < needed:
+        least = math.ceil(needed * block * token * parts / 2**30 * 1000) / 1000
         raise ConfigError(
             f"workers.vllm.kv_cache_gb: {settings.kv_cache_gb:g} GiB hold"
             f" {max(0, held - 1) * block} tokens of this model, fewer than a context of"
@@ -226,14 +226,14 @@ def device_name() -> str:
     return "cuda"
 
 
-def need_gpus(settings: VllmSettings, seen: int) -> None:
+def need_gpus(settings: VllmSettings, visible: int) -> None:
     """Raise ConfigError for too few GPUs, before the server starts."""
-    wanted = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    if wanted > seen:
+    needed = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if needed > visible:
         raise ConfigError(
             f"workers.vllm.tensor_parallel_size {settings.tensor_parallel_size} and "
             f"pipeline_parallel_size {settings.pipeline_parallel_size} need "
-            f"{wanted} GPUs, and a worker sees {seen} here",
+            f"{needed} GPUs, and a worker sees {visible} here",
             hint="list GPUs with nvidia-smi -L; select them with workers.gpus",
         )
 
@@ -264,8 +264,8 @@ def check_kernels(model: Any, *, adapters: bool = False) -> None:
 
     sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
     if size not in sizes:
-        known = ", ".join(map(str, sizes))
-        raise ValueError(f"heads of {size} have no CPU kernel, only those of {known}")
+        supported = ", ".join(map(str, sizes))
+        raise ValueError(f"heads of {size} have no CPU kernel, only those of {supported}")
 
 
 def token_seed(seed: int, position: int) -> int:

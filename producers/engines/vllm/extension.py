@@ -129,13 +129,13 @@ class Extension:
         """Return kept experts; forget finished attempts."""
         assert self.dora_kept is not None
         parts = [
-            self.dora_kept.part(one.stay, one.start, one.end)
-            for one in msgspec.json.decode(wanted, type=list[KeptPart])
+            self.dora_kept.part(part.stay, part.start, part.end)
+            for part in msgspec.json.decode(wanted, type=list[KeptPart])
         ]
         for stay in msgspec.json.decode(gone, type=list[str]):
             self.dora_kept.forget(stay)
-        found: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=tuple(parts)))
-        return found
+        answer: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=tuple(parts)))
+        return answer
 
     def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
         """Return the KV caches' layout (`CacheFacts`); none with pipeline parallelism."""
@@ -145,8 +145,8 @@ class Extension:
                 self.dora_cache = vllm_kv.RankCache(self.model_runner, vllm_core.version())
             if is_seen(Path(folder), mark):
                 facts = self.dora_cache.facts
-        told: dict[str, Any] = msgspec.to_builtins(facts)
-        return told
+        answer: dict[str, Any] = msgspec.to_builtins(facts)
+        return answer
 
     def dora_copy_kv(self, stay: str, path: str) -> dict[str, Any]:
         """Copy this process's heads of a KV cache; the file sets the number of positions.
@@ -154,8 +154,8 @@ class Extension:
         Blocks of a request that ended in the last step are not reused yet.
         """
         assert self.dora_cache is not None
-        runner, wanted = self.model_runner, f"{ID_PREFIX}{stay}-"
-        name = next((one for one in runner.requests if one.startswith(wanted)), "")
+        runner, prefix = self.model_runner, f"{ID_PREFIX}{stay}-"
+        name = next((request for request in runner.requests if request.startswith(prefix)), "")
         if not name:
             return {"state": KV_ENDED}
         try:

@@ -117,10 +117,12 @@ class HttpStream:
         """Return complete events, each once."""
         if EVENT_END not in self._body:
             return []
-        *whole, rest = bytes(self._body).split(EVENT_END)
+        *complete, rest = bytes(self._body).split(EVENT_END)
         self._body = bytearray(rest)
-        found = (event.removeprefix(EVENT_DATA) for event in whole if event.startswith(EVENT_DATA))
-        return [event for event in found if event != EVENT_LAST]
+        data = (
+            event.removeprefix(EVENT_DATA) for event in complete if event.startswith(EVENT_DATA)
+        )
+        return [event for event in data if event != EVENT_LAST]
 
     @property
     def heard(self) -> bool:

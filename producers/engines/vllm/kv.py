@@ -70,10 +70,10 @@ class RankCache:
         for number, layer in enumerate(self._layers.values()):
             cache = layer.kv_cache
             chosen = cache[torch.tensor(blocks[:count], device=cache.device)].flatten(1)
-            told = chosen.index_select(1, self._places.flatten())
-            told = told.view(count, 2, size, heads, width).transpose(0, 1).flatten(1, 2)
-            found = _bits(told[:, :tokens]).cpu().numpy().view(array.dtype)
-            array[number, :, :, self._own] = found
+            ordered = chosen.index_select(1, self._places.flatten())
+            ordered = ordered.view(count, 2, size, heads, width).transpose(0, 1).flatten(1, 2)
+            values = _bits(ordered[:, :tokens]).cpu().numpy().view(array.dtype)
+            array[number, :, :, self._own] = values
 
     @property
     def _dtype(self) -> Any:
@@ -89,7 +89,7 @@ class RankCache:
         spec, blocks = groups[0].kv_cache_spec, config.num_blocks
         shape = (blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         caches = [layer.kv_cache for layer in self._layers.values()]
-        if any(tuple(one.shape) != shape or one.dtype not in _STORED for one in caches):
+        if any(tuple(cache.shape) != shape or cache.dtype not in _STORED for cache in caches):
             return None
         return learned_places(next(iter(self._layers.values())))
 
@@ -112,17 +112,17 @@ def learned_places(layer: Any) -> torch.Tensor | None:
     cache = torch.zeros_like(layer.kv_cache[:1])
     _, heads, size, twice = cache.shape
     numbers = torch.arange(cache.numel(), device=cache.device)
-    found = torch.zeros_like(numbers)
+    learned = torch.zeros_like(numbers)
     slots, unit = torch.arange(size, device=cache.device), 1
     with torch.inference_mode():
         while unit < len(numbers):
-            told = (numbers // unit % _DIGIT).to(cache.dtype)
-            key, value = told.view(2, size, heads, twice // 2)
+            digits = (numbers // unit % _DIGIT).to(cache.dtype)
+            key, value = digits.view(2, size, heads, twice // 2)
             layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
-            found += cache.flatten().long() * unit
+            learned += cache.flatten().long() * unit
             unit *= _DIGIT
-        places = found.argsort()
-        if not torch.equal(found[places], numbers):
+        places = learned.argsort()
+        if not torch.equal(learned[places], numbers):
             return None
     return places.view(2, size, heads, twice // 2)
 

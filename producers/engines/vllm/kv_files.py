@@ -3,10 +3,6 @@ and torch."""
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import tempfile
-import weakref
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +16,6 @@ KV_ARRAY: Final = "kv"
 
 MARK: Final = "mark"
 """File that shows whether the server sees the same folder."""
-
-SPARE_BYTES: Final = 1 << 26
-"""Disk space to leave free."""
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,48 +38,6 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class KvFolder:
-    """Temporary folder of the worker.
-
-    Example: ``path = folder.put("7", array)``, then `remove`.
-    """
-
-    def __init__(self) -> None:
-        """Raises OSError."""
-        self.path = Path(tempfile.mkdtemp(prefix="dora-pipe-kv-"))
-        self._gone = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-        self.mark = secrets.token_hex(16)
-        (self.path / MARK).write_text(self.mark)
-
-    def has_room(self, size: int) -> bool:
-        return shutil.disk_usage(self.path).free > size + SPARE_BYTES
-
-    def put(self, name: str, array: Array) -> Path:
-        """Write a cache. Raises OSError."""
-        path = self.path / f"{name}.npy"
-        np.save(path, array, allow_pickle=False)
-        return path
-
-    def empty(self, name: str, facts: CacheFacts, tokens: int) -> Path:
-        """Create a file to fill. Raises OSError."""
-        path = self.path / f"{name}.npy"
-        shape = facts.shape(tokens)
-        np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(facts.dtype), shape=shape)
-        return path
-
-    def taken(self, path: Path) -> Array:
-        """Map a file and unlink it."""
-        array = opened(path)
-        path.unlink()
-        return array
-
-    def remove(self, name: str) -> None:
-        (self.path / f"{name}.npy").unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._gone()
-
-
 def opened(path: Path, *, write: bool = False) -> Array:
     """Map an array, private unless `write`. Raises OSError or ValueError."""
     array: Array = np.load(path, mmap_mode="r+" if write else "c", allow_pickle=False)
@@ -99,8 +50,3 @@ def is_seen(folder: Path, mark: str) -> bool:
         return (folder / MARK).read_text() == mark
     except OSError:
         return False
-
-
-def array_of(facts: CacheFacts, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-    """Return name, type and shape of the array."""
-    return KV_ARRAY, facts.dtype, facts.shape(tokens)

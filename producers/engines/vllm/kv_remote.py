@@ -6,15 +6,22 @@ request's first event; LEFT_MAX bounds those of requests that leave earlier.
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Literal
+
+import numpy as np
 
 from dora_pipe.core.errors import ResourceError, reason
 from dora_pipe.producers.engines.engine import Kv
 from dora_pipe.producers.engines.vllm.client import VllmServerClient
-from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, KvFolder
+from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, MARK, opened
 from dora_pipe.producers.engines.vllm.wire import KV_COPIED, KV_ENDED
 
 NO_ROOM: Final = "not enough disk space for it"
@@ -22,6 +29,9 @@ NO_ROOM: Final = "not enough disk space for it"
 
 ENDED: Final = "ended"
 """The request has ended in the server; its last tokens will follow."""
+
+SPARE_BYTES: Final = 1 << 26
+"""Disk space to leave free."""
 
 LEFT_MAX: Final = 64
 """Files of requests that left early; the oldest are evicted."""
@@ -35,35 +45,39 @@ class RemoteCaches:
 
     def __init__(self, server: VllmServerClient) -> None:
         """Raises ResourceError if no temporary folder can be created."""
+        mark = secrets.token_hex(16)
         with _files():
-            self._folder = KvFolder()
+            self._folder = Path(tempfile.mkdtemp(prefix="dora-pipe-kv-"))
+            self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            (self._folder / MARK).write_text(mark)
         self._server = server
         self._offered: dict[str, Kv] = {}
         """Imported caches until the first event."""
         self._left: deque[str] = deque()
         self._copies = 0
-        self.facts = server.caches(str(self._folder.path), self._folder.mark)
+        self.facts = server.caches(str(self._folder), mark)
 
     def has_room(self, kv: Kv) -> bool:
-        return self._folder.has_room(kv.bytes)
+        return shutil.disk_usage(self._folder).free > kv.bytes + SPARE_BYTES
 
     def offer(self, stay: str, kv: Kv) -> str:
         """Write an attempt's file. Raises ResourceError."""
+        path = self._path(stay)
         with _files():
-            path = self._folder.put(stay, kv.arrays[KV_ARRAY])
+            np.save(path, kv.arrays[KV_ARRAY], allow_pickle=False)
         self._offered[stay] = kv
         return str(path)
 
     def heard(self, stay: str) -> None:
         """Remove the file after the first event."""
         if self._offered.pop(stay, None) is not None:
-            self._folder.remove(stay)
+            self._path(stay).unlink(missing_ok=True)
 
     def left(self, stay: str) -> None:
         if self._offered.pop(stay, None) is not None:
             self._left.append(stay)
         while len(self._left) > LEFT_MAX:
-            self._folder.remove(self._left.popleft())
+            self._path(self._left.popleft()).unlink(missing_ok=True)
 
     def copied(self, stay: str, tokens: int, weights: str) -> Kv | Literal["ended"] | None:
         """Copy first positions; None if incomplete or `tokens` is 0, `ended` after its end. Raises
@@ -73,21 +87,26 @@ class RemoteCaches:
         if not self.facts.layout or not tokens:
             return None
         self._copies += 1
-        name = f"copy-{self._copies}"
+        path, shape = self._path(f"copy-{self._copies}"), self.facts.shape(tokens)
         with _files():
-            path = self._folder.empty(name, self.facts, tokens)
+            np.lib.format.open_memmap(
+                path, mode="w+", dtype=np.dtype(self.facts.dtype), shape=shape
+            )
         try:
             states = self._server.copy_cache(stay, str(path))
             if KV_ENDED in states:
                 return ENDED
             with _files():
-                array = self._folder.taken(path) if states == {KV_COPIED} else None
+                array = opened(path) if states == {KV_COPIED} else None
         finally:
-            self._folder.remove(name)
+            path.unlink(missing_ok=True)  # a mapped file stays readable
         return None if array is None else self.facts.kv(array, weights)
 
     def close(self) -> None:
-        self._folder.close()
+        self._remove()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.npy"
 
 
 @contextmanager

@@ -33,14 +33,14 @@ def arguments(rank: int, most: int, *, device: str) -> dict[str, Any]:
     """Return vLLM's options for `most` adapters and a spare one, which loads before a swap."""
     if not rank:
         return {}
-    found = {
+    options = {
         "enable_lora": True,
         "max_loras": most,
         "max_cpu_loras": most + 1,
-        "max_lora_rank": next(one for one in RANKS if one >= rank),
+        "max_lora_rank": next(supported for supported in RANKS if supported >= rank),
         "lora_target_modules": list(LINEAR_LAYERS),
     }
-    return found | ({"scheduler_cls": CLEARING_SCHEDULER} if device == "cpu" else {})
+    return options | ({"scheduler_cls": CLEARING_SCHEDULER} if device == "cpu" else {})
 
 
 def check_kernels(rank: int, device: str, dtype: str) -> None:
@@ -73,7 +73,7 @@ def written(
 def _zeros(base: str, rank: int, shapes: Shapes) -> Adapter:
     """Return zeros for one layer; vLLM fills the others."""
     ends = tuple(f".{layer}.weight" for layer in LINEAR_LAYERS)
-    name = next((one for one in shapes if one.endswith(ends)), None)
+    name = next((tensor for tensor in shapes if tensor.endswith(ends)), None)
     if name is None:
         raise PolicyError("the model has no linear layer to adapt")
     out, in_ = shapes[name]

@@ -75,8 +75,8 @@ class ServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         """Return the step's loads."""
-        made, self._loads = Loads(self._loads), []
-        return made
+        loads, self._loads = Loads(self._loads), []
+        return loads
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         """Write the noted blocks."""

@@ -134,10 +134,10 @@ class ServerProcess:
             self._report = -1
 
     def _wait(self, until_s: float) -> None:
-        said = self._read_report(until_s)
-        if "port" not in said:
-            self._refused(said)
-        self.address = Address(host="127.0.0.1", port=int(said["port"]), key=self._key)
+        report = self._read_report(until_s)
+        if "port" not in report:
+            self._refused(report)
+        self.address = Address(host="127.0.0.1", port=int(report["port"]), key=self._key)
         while time.monotonic() < until_s:
             self.check()
             with suppress(ResourceError):  # it listens once its model is built
@@ -157,13 +157,13 @@ class ServerProcess:
                 self._process.wait(STOP_S)
                 self.check()
             line += part
-        said: dict[str, str] = json.loads(line)
-        return said
+        report: dict[str, str] = json.loads(line)
+        return report
 
-    def _refused(self, said: dict[str, str]) -> None:
-        kinds = {one.exit_code: one for one in (PolicyError, ConfigError)}
-        kind = kinds.get(int(said["exit_code"]), ResourceError)
-        raise kind(said["error"])
+    def _refused(self, report: dict[str, str]) -> None:
+        kinds = {error.exit_code: error for error in (PolicyError, ConfigError)}
+        kind = kinds.get(int(report["exit_code"]), ResourceError)
+        raise kind(report["error"])
 
 
 def _how(code: int) -> str:

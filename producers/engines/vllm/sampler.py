@@ -52,15 +52,15 @@ class ServerSampler(Sampler):  # type: ignore[misc]
         self.topk_topp_sampler: Any = self._both if both else self._plain
         self._chosen = None
         output = super().forward(logits, sampling_metadata, *rest, **named)
-        told = output.logprobs_tensors
+        tensors = output.logprobs_tensors
         if self._chosen is not None:
-            told.logprob_token_ids[:, 1] = SAMPLED_FROM
-            told.logprob_token_ids[:, 2:] = NO_TOKEN  # else a duplicate with another rank
-            told.logprobs[:, 1] = self._chosen
-        if told is not None and self._runner.lora_config is not None:
+            tensors.logprob_token_ids[:, 1] = SAMPLED_FROM
+            tensors.logprob_token_ids[:, 2:] = NO_TOKEN  # else a duplicate with another rank
+            tensors.logprobs[:, 1] = self._chosen
+        if tensors is not None and self._runner.lora_config is not None:
             batch = self._runner.input_batch
             under = torch.from_numpy(batch.request_lora_mapping[: batch.num_reqs])
-            told.selected_token_ranks.copy_(under)
+            tensors.selected_token_ranks.copy_(under)
         return output
 
     def compute_logprobs(self, logits: Any) -> Any:
@@ -95,8 +95,8 @@ class _Seeded(torch.Generator):
 
 def _at_their_temperature(runner: Any, logits: Any) -> Any:
     params = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
-    hot = [float((one.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for one in params]
-    if all(one == 1 for one in hot):
+    hot = [float((request.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for request in params]
+    if all(request == 1 for request in hot):
         return logits
     divisors = torch.tensor(hot, dtype=torch.float32, device=logits.device)
     return logits.to(torch.float32) / divisors[:, None]
@@ -135,7 +135,9 @@ class KeptRoutes:
         self._runner = runner
         self._capturer = RoutedExpertsCapturer(scheduler.max_num_batched_tokens, config)
         self._experts = int(config.model_config.get_num_experts())
-        self._layers = sorted(one.layer_id for one in model.modules() if isinstance(one, MoERunner))
+        self._layers = sorted(
+            module.layer_id for module in model.modules() if isinstance(module, MoERunner)
+        )
         self._most = KEPT_PER_SLOT * int(scheduler.max_num_seqs)
         self._kept: OrderedDict[str, GrowingRoutes | None] = OrderedDict()
         """Experts by name, least recently grown first; None: finished."""
@@ -154,8 +156,8 @@ class KeptRoutes:
         chosen = self._capturer.snapshot_routing_data(ends[-1]).cpu().numpy()[:, self._layers]
         firsts = batch.num_computed_tokens_cpu[:rows].tolist()
         for row, request in enumerate(batch.req_ids):
-            told = self._runner.requests[request].sampling_params.extra_args or {}
-            name = str(told.get(ROUTES_AS, ""))
+            extra = self._runner.requests[request].sampling_params.extra_args or {}
+            name = str(extra.get(ROUTES_AS, ""))
             growing = self._kept.setdefault(name, GrowingRoutes()) if name else None
             if growing is not None:
                 routes = Routes.of(chosen[ends[row] : ends[row + 1]], self._experts)

@@ -214,9 +214,9 @@ def _unknown_option(message: str) -> NoReturn:
     raise ConfigError(f"workers.vllm.args: vLLM says {message}", hint="vllm serve --help=all")
 
 
-def _report(asked: argparse.Namespace, **said: object) -> None:
+def _report(asked: argparse.Namespace, **fields: object) -> None:
     if asked.report >= 0:
-        os.write(asked.report, json.dumps(said).encode() + b"\n")
+        os.write(asked.report, json.dumps(fields).encode() + b"\n")
         os.close(asked.report)
         asked.report = -1
 

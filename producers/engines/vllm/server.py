@@ -63,7 +63,7 @@ from dora_pipe.producers.engines.vllm.core import (
     VllmSettings,
 )
 from dora_pipe.producers.engines.vllm.http import NOT_FOUND, Address, HttpStream
-from dora_pipe.producers.engines.vllm.kv_files import array_of
+from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
 from dora_pipe.producers.engines.vllm.options import described
 from dora_pipe.producers.engines.vllm.process import ServerProcess
@@ -304,8 +304,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         running: list[str] = []
         ready = [one for one in self._streams.values() if one.ready]
         reasons = [self._advance(stream) for stream in ready]
-        told = zip(ready, reasons, strict=True)
-        self._ask_routes([stream.row for stream, reason in told if stream.row.emits(reason)])
+        ending = zip(ready, reasons, strict=True)
+        self._ask_routes([stream.row for stream, reason in ending if stream.row.emits(reason)])
         for stream, reason in zip(ready, reasons, strict=True):
             events += stream.row.events(reason, stream.trouble)
             if reason is not None:
@@ -324,19 +324,19 @@ class VllmEngine(EngineBase[VllmRequest]):
 
     def _gather(self) -> None:
         until_ns = self._clock.now_ns() + STEP_WAIT_MS * 1_000_000
-        missing = [one for one in self._streams.values() if not one.ready]
+        missing = [stream for stream in self._streams.values() if not stream.ready]
         while missing:
             left_ns = max(until_ns - self._clock.now_ns(), 0)
-            if len(missing) < len(self._streams) and all(one.late for one in missing):
+            if len(missing) < len(self._streams) and all(stream.late for stream in missing):
                 left_ns = 0
-            found = self._selector.select(left_ns / 1e9)
-            for key, _ in found:
+            selected = self._selector.select(left_ns / 1e9)
+            for key, _ in selected:
                 self._receive(key.data)
-            missing = [one for one in missing if not one.ready]
-            if not found or not left_ns:
+            missing = [stream for stream in missing if not stream.ready]
+            if not selected or not left_ns:
                 break
-        for one in missing:
-            one.late = True
+        for stream in missing:
+            stream.late = True
         if self._clock.now_ns() - self._heard_ns > SILENCE_MS * 1_000_000:
             self._server.well("no data")
             self._heard_ns = self._clock.now_ns()
@@ -383,10 +383,10 @@ class VllmEngine(EngineBase[VllmRequest]):
     def _advance(self, stream: Stream) -> StopReason | None:
         stream.late, reason = False, None
         if stream.tokens:
-            one, row = stream.tokens.popleft(), stream.row
+            token, row = stream.tokens.popleft(), stream.row
             if not row.tokens:
                 row.first_ns = self._clock.wall_ns()
-            reason = row.append(one.token, one.logprob, one.sampler_logprob)
+            reason = row.append(token.token, token.logprob, token.sampler_logprob)
             row.cached = row.length - 1
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
@@ -396,13 +396,13 @@ class VllmEngine(EngineBase[VllmRequest]):
         asked = [row for row in rows if row.request.params.routes and len(row.tokens) > row.sent]
         if not asked and len(self._gone) < GONE_MAX:
             return
-        wanted = [
+        parts = [
             wire.KeptPart(stay=row.stay, start=row.routes_from(row.sent), end=row.length)
             for row in asked
         ]
-        found = self._server.experts(wanted, self._gone)
+        routed = self._server.experts(parts, self._gone)
         self._gone.clear()
-        for row, routes in zip(asked, found, strict=True):
+        for row, routes in zip(asked, routed, strict=True):
             row.routes.add(routes, row.length)
 
     def _emit(self, row: VllmRequest) -> TokensSampled | None:
@@ -410,31 +410,31 @@ class VllmEngine(EngineBase[VllmRequest]):
         return row.emit()
 
     def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
-        found = [span.version for span in spans]
-        if set(found) - {self._label}:
+        labels = [span.version for span in spans]
+        if set(labels) - {self._label}:
             raise InvariantBroken(
-                f"{stream.row.request.request}: vLLM sampled from weights {found},"
+                f"{stream.row.request.request}: vLLM sampled from weights {labels},"
                 f" expected {self._label!r}"
             )
 
     def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
-        wanted = stream.row.adapter
-        odd = next((one.under for one in tokens if one.under != wanted), wanted)
-        if self._versions.adapters and odd != wanted:
+        adapter = stream.row.adapter
+        odd = next((token.under for token in tokens if token.under != adapter), adapter)
+        if self._versions.adapters and odd != adapter:
             raise InvariantBroken(
                 f"{stream.row.request.request}: vLLM sampled under adapter {odd}, asked for was"
-                f" {wanted}"
+                f" {adapter}"
             )
 
-    def _refused(self, stream: Stream, said: str) -> None:
+    def _refused(self, stream: Stream, message: str) -> None:
         """Raise InvariantBroken for a lost adapter, else fail the request."""
         if stream.http.status == NOT_FOUND and stream.row.adapter:
-            raise InvariantBroken(f"vLLM's server lost an adapter: {said}", hint=SHARED)
-        self._trouble(stream, f"{stream.http.status}: {said}")
+            raise InvariantBroken(f"vLLM's server lost an adapter: {message}", hint=SHARED)
+        self._trouble(stream, f"{stream.http.status}: {message}")
 
-    def _trouble(self, stream: Stream, said: str) -> None:
-        self._server.well(said)
-        stream.finish, stream.trouble = "error", said
+    def _trouble(self, stream: Stream, message: str) -> None:
+        self._server.well(message)
+        stream.finish, stream.trouble = "error", message
 
     def _go_on(self, row: VllmRequest) -> None:
         if not self._rows:
@@ -470,7 +470,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._over(row)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        return array_of(self._caches.facts, tokens)
+        facts = self._caches.facts
+        return KV_ARRAY, facts.dtype, facts.shape(tokens)
 
     def _let_go(self, row: VllmRequest) -> None:
         self._server.abort([self._leave(row)])
@@ -529,16 +530,16 @@ class VllmEngine(EngineBase[VllmRequest]):
         return bool(self._label)
 
     def _share(self, row: VllmRequest, salt: str) -> None:
-        size, known = self._block, hash(salt)
+        size, digest = self._block, hash(salt)
         ids, row.blocks = row.sequence, []
         if self._prefix_cache and not row.unrouted:
             for end in range(size, len(ids), size):  # vLLM always computes the last token.
-                known = hash((known, *ids[end - size : end]))
-                row.blocks.append(known)
+                digest = hash((digest, *ids[end - size : end]))
+                row.blocks.append(digest)
 
     def _tokens_left(self, row: VllmRequest) -> int:
-        left = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
-        return min(left, self.context_tokens - row.length)
+        remaining = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
+        return min(remaining, self.context_tokens - row.length)
 
     def _warm_up(self, label: str) -> None:
         """Run vLLM's first steps, which take seconds, before the worker has a lease to renew."""

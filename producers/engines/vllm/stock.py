@@ -120,6 +120,6 @@ def completion_body(body: dict[str, Any]) -> dict[str, Any]:
 
 def has_logprobs(sampling: SamplingParams | Sampling) -> bool:
     """Return whether a stock server's log-probs are those of the sampling distribution."""
-    whole = sampling.top_k == 0 and sampling.top_p >= 1 and sampling.min_p == 0
-    plain = sampling.temperature == 0 or (whole and sampling.temperature == 1)
+    untruncated = sampling.top_k == 0 and sampling.top_p >= 1 and sampling.min_p == 0
+    plain = sampling.temperature == 0 or (untruncated and sampling.temperature == 1)
     return plain and sampling.logprob_temperature == 1

@@ -61,16 +61,16 @@ class LoraVersions(ResidentVersions[LoraVersion]):
         del self._versions[-1]
 
     def drop(self, version: int) -> None:
-        gone = self._versions.pop(version, None)
-        if gone is None or not gone.number:
+        dropped = self._versions.pop(version, None)
+        if dropped is None or not dropped.number:
             return
         for stay, (number, stream) in list(self._unheard.items()):
-            if number == gone.number:
+            if number == dropped.number:
                 self._wait_heard(stay, stream)
-        said = self._server.unload_adapter(gone.name)
-        if said:
-            raise InvariantBroken(f"vLLM's server lost an adapter: {said}", hint=SHARED)
-        self._server.rpc("dora_drop", str(gone.number))
+        refusal = self._server.unload_adapter(dropped.name)
+        if refusal:
+            raise InvariantBroken(f"vLLM's server lost an adapter: {refusal}", hint=SHARED)
+        self._server.rpc("dora_drop", str(dropped.number))
 
     def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:
         """Keep reading a request that left before its first event."""
@@ -96,10 +96,10 @@ class LoraVersions(ResidentVersions[LoraVersion]):
         name = f"{version}:{digest[:16]}"
         words = (str(path.resolve()), digest, self.base, str(self._rank))
         folder = self._server.rpc("dora_write", *words)["folder"]
-        said = self._server.load_adapter(name, str(folder))
+        refusal = self._server.load_adapter(name, str(folder))
         numbers = self._server.rpc("dora_forget")["numbers"]
-        if said:
-            raise PolicyError(f"vLLM cannot load this adapter: {' '.join(said.split())}")
+        if refusal:
+            raise PolicyError(f"vLLM cannot load this adapter: {' '.join(refusal.split())}")
         if len(numbers) != 1:
             message = f"vLLM's server has loaded the adapters {numbers} in place of one"
             raise InvariantBroken(message, hint=SHARED)

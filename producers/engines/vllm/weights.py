@@ -134,10 +134,13 @@ def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
         with torch.device("meta"):
             model = build(load(model_dir, local_files_only=True))
     except (OSError, ValueError, KeyError) as error:
-        said = " ".join(str(error).split())
-        raise PolicyError(f"{model_dir}: transformers does not know this model: {said}") from error
+        message = " ".join(str(error).split())
+        raise PolicyError(
+            f"{model_dir}: transformers does not know this model: {message}"
+        ) from error
     first = {id(tensor): name for name, tensor in untied(model).items()}
-    state = {name: first[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
+    held = model.state_dict(keep_vars=True)
+    state = {name: first[id(parameter)] for name, parameter in held.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
     twins = {name: twin for name, twin in state.items() if name != twin}
     return shapes, twins, further_layers(model.config.get_text_config().to_dict())

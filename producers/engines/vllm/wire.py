@@ -197,13 +197,13 @@ def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
     drawn = logprobs.content or [Drawn(logprob=logprob) for logprob in logprobs.token_logprobs]
     if len(drawn) != len(ids):
         raise ResourceError(f"vLLM's server sent {len(ids)} tokens with {len(drawn)} log-probs")
-    found: list[Token] = []
-    for token, one in zip(ids, drawn, strict=True):
-        logprob = one.logprob if one.logprob > LOGPROB_MIN else float("nan")
-        other = _sampler_logprob(one, logprob, params)
-        under = one.rank or 0
-        found.append(Token(token=token, logprob=logprob, sampler_logprob=other, under=under))
-    return found
+    tokens: list[Token] = []
+    for token, sample in zip(ids, drawn, strict=True):
+        logprob = sample.logprob if sample.logprob > LOGPROB_MIN else float("nan")
+        other = _sampler_logprob(sample, logprob, params)
+        under = sample.rank or 0
+        tokens.append(Token(token=token, logprob=logprob, sampler_logprob=other, under=under))
+    return tokens
 
 
 def generate_body(
@@ -249,14 +249,14 @@ def generate_body(
 
 def extra_args(params: SamplingParams, stay: str = "", kv: str = "") -> dict[str, Any]:
     """Return `extra_args` for sampler, expert capture and KV connector."""
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if params.logprob_temperature != 1:
-        told[LOGPROB_TEMPERATURE] = params.logprob_temperature
+        extra[LOGPROB_TEMPERATURE] = params.logprob_temperature
     if params.routes and stay:
-        told[ROUTES_AS] = stay
+        extra[ROUTES_AS] = stay
     if kv:
-        told[KV_FILE] = kv
-    return {"extra_args": told} if told else {}
+        extra[KV_FILE] = kv
+    return {"extra_args": extra} if extra else {}
 
 
 def one_logprob(params: SamplingParams) -> bool:
@@ -264,14 +264,14 @@ def one_logprob(params: SamplingParams) -> bool:
     return params.temperature == 0 or params.plain
 
 
-def _sampler_logprob(one: Drawn, logprob: float, params: SamplingParams) -> float:
+def _sampler_logprob(drawn: Drawn, logprob: float, params: SamplingParams) -> float:
     if params.temperature == 0:
         return 0.0
     if params.plain:
         return logprob
-    for place in one.top_logprobs:
-        if place.token_id == SAMPLED_FROM:
-            return place.logprob
+    for other in drawn.top_logprobs:
+        if other.token_id == SAMPLED_FROM:
+            return other.logprob
     raise ResourceError(
         "vLLM's server did not send the log-prob that a token was drawn with",
         hint="check that no other engine uses this server",

@@ -50,7 +50,7 @@ def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
 
 
 def files(engine: VllmEngine) -> set[str]:
-    return {path.name for path in engine._caches._folder.path.iterdir()} - {MARK}
+    return {path.name for path in engine._caches._folder.iterdir()} - {MARK}
 
 
 def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
@@ -147,7 +147,7 @@ def test_files_of_requests_that_left_without_a_word_are_few(
         target.add(replace(rest, request=f"r{number}"))
         target.cancel(f"r{number}")
     assert len(files(target)) == 2
-    folder = target._caches._folder.path
+    folder = target._caches._folder
     server.begin.set()
     target.close()
     assert not folder.exists()
@@ -176,7 +176,7 @@ def test_cache_for_which_the_disk_has_no_room_is_named(
 ) -> None:
     source, target = opens(), opens()
     rest = after(running(source), source.export("r"))
-    monkeypatch.setattr("dora_pipe.producers.engines.vllm.kv_files.SPARE_BYTES", 1 << 62)
+    monkeypatch.setattr("dora_pipe.producers.engines.vllm.kv_remote.SPARE_BYTES", 1 << 62)
     assert target.kv_error(rest) == "not enough disk space for it"
     assert target.active == 0
 
@@ -184,6 +184,6 @@ def test_cache_for_which_the_disk_has_no_room_is_named(
 def test_folder_that_is_gone_ends_the_worker_in_one_line(opens: Open) -> None:
     engine = opens()
     running(engine)
-    engine._caches._folder.close()
+    engine._caches.close()
     with pytest.raises(ResourceError, match=r"a KV cache for vLLM's server: FileNotFoundError"):
         engine.export("r")

@@ -233,7 +233,7 @@ class WorkerMachine:
                 self._obey(decision, now)
 
     def _on_published(self, event: Published, now: Now) -> None:
-        self.transitions.handle_published(event, now)
+        self.transitions.handle(event, now)
         if event.tag.startswith(PROGRESS_TAG):
             self._schedule.bring_forward(PROGRESS_STATUS_NS)
 

@@ -59,29 +59,23 @@ class Transitions:
             Kind.CALL: {**plain, **call_table(sessions)},
         }
 
-    def handle(self, event: RequestEvent, now: Now) -> None:
-        """Handle an event of a request."""
-        request = self._requests.by_key.get(event.request)
-        if request is None:
-            self._requests.counts["ignored"] += 1
-            if isinstance(event, KvPut) and event.blob is not None:
-                self._requests.ask(DropKv(blob=event.blob))  # dropped during the handover
-            return
-        handler = self._tables[request.kind].get((request.phase, type(event)))
-        if handler is None:
-            self._requests.counts["refused"] += 1
+    def handle(self, event: RequestEvent | Published, now: Now) -> None:
+        """Handle an event of a request, or the acknowledgement of its record."""
+        requests = self._requests
+        name: type | str
+        if isinstance(event, Published):
+            key, name = event.tag[2:], event.tag[:2]
         else:
-            handler(request, event, now)
-
-    def handle_published(self, event: Published, now: Now) -> None:
-        """Handle the acknowledgement of a request's record."""
-        request = self._requests.by_key.get(event.tag[2:])
+            key, name = event.request, type(event)
+        request = requests.by_key.get(key)
         if request is None:
-            self._requests.counts["ignored"] += 1
+            requests.counts["ignored"] += 1
+            if isinstance(event, KvPut) and event.blob is not None:
+                requests.ask(DropKv(blob=event.blob))  # dropped during the handover
             return
-        handler = self._tables[request.kind].get((request.phase, event.tag[:2]))
+        handler = self._tables[request.kind].get((request.phase, name))
         if handler is None:
-            self._requests.counts["refused"] += 1
+            requests.counts["refused"] += 1
         else:
             handler(request, event, now)
 

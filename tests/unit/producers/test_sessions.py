@@ -74,10 +74,7 @@ class Driver:
         now = self.now
         self.requests.begin_turn(now)
         for event in events:
-            if isinstance(event, Published):
-                self.transitions.handle_published(event, now)
-            else:
-                self.transitions.handle(event, now)
+            self.transitions.handle(event, now)
         self.requests.fill(0)
         return self.requests.out.effects
 

@@ -46,8 +46,6 @@ def need_positions(model_dir: Path, context_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A resident version."""
-
     digest: str
 
 
@@ -124,7 +122,6 @@ class ResidentVersions(Generic[V]):
         return self._versions[number] if self.adapters else self._kind(digest=self.base)
 
     def number_of(self, request: EngineRequest) -> int:
-        """Return a version number; -1 without adapters."""
         if not self.adapters:
             return -1
         return self._latest if request.version < 0 else request.version

@@ -132,7 +132,6 @@ class KeptPrefixes:
 
 
 def common_prefix(ids: Ids, other: Ids) -> int:
-    """Return the length of the common prefix."""
     size = min(len(ids), len(other))
     differing = np.flatnonzero(ids[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

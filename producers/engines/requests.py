@@ -220,7 +220,6 @@ class RunningRequest:
         return None
 
     def emits(self, reason: StopReason | None) -> bool:
-        """Return whether a step emits."""
         return reason is not None or 0 < self.request.emit_every <= len(self.tokens) - self.sent
 
     def events(self, reason: StopReason | None, message: str = "") -> list[EngineEvent]:

@@ -69,8 +69,6 @@ class SlotRoutes:
 
 @dataclass(slots=True, kw_only=True)
 class SlotRequest(RunningRequest):
-    """A request in a slot."""
-
     slot: int
     routing: SlotRoutes | None
     imported: bool = False

@@ -132,8 +132,6 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DropWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Unload these versions; no request uses them."""
-
     versions: tuple[int, ...]
 
 

@@ -40,8 +40,6 @@ RETELLINGS_MAX: Final = 16
 
 
 class Episodes:
-    """All replayable episodes of one incarnation."""
-
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 

@@ -286,8 +286,6 @@ class TaskPorts(PortGroup[TaskEvent]):
 
 
 class WorkerPorts(PortGroup[WorkerEvent]):
-    """All ports of a worker."""
-
     def __init__(
         self,
         *,

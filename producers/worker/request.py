@@ -126,8 +126,6 @@ class WorkerSetup:
 
 @dataclass(slots=True)
 class EpisodeTurn:
-    """Current turn of an episode."""
-
     asked_ns: int = 0
     """When the environment received it."""
     finish: FinishReason | None = None
@@ -138,8 +136,6 @@ class EpisodeTurn:
 
 @dataclass(slots=True)
 class ProgressChain:
-    """Progress records of a request."""
-
     resume: Resume | None = None
     """The last acknowledged one."""
     end: int = 0

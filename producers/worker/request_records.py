@@ -25,7 +25,6 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
-    """Return the trajectory of a finished request."""
     scheduled, spec, sequence = request.place, request.place.spec, request.sequence
     return Trajectory(
         trajectory=scheduled.trajectory,
@@ -117,7 +116,6 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
 
 
 def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
-    """Return the next record of an episode."""
     scheduled, sequence, version = request.place, request.sequence, request.served.version
     start, segments = sequence.part(
         request.chain.end, worker=setup.worker, incarnation=setup.incarnation, version=version
@@ -147,7 +145,6 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
 
 
 def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSetup) -> TurnProgress:
-    """Return the record of an answered call."""
     session, mine, sequence = request.session, call.call, call.sequence
     assert session is not None and mine is not None and call.started_ns is not None
     prompt, end = sequence.prompt_tokens, len(sequence)
@@ -188,7 +185,6 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
 
 
 def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
-    """Return the entry of a logged trajectory."""
     return LoggedEntry(
         trajectory=request.place.trajectory,
         attempt=request.place.attempt,
@@ -209,7 +205,6 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
 
 
 def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
-    """Return the record of a move."""
     sampled = not request.episode or request.sequence.in_stay
     released = request.phase is Phase.RELEASING and sampled
     return RequestReleased(

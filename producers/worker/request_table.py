@@ -56,8 +56,6 @@ UNENCODABLE: Final = (SchemaError, ValueError, TypeError, OverflowError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnansweredCalls:
-    """Unanswered calls of a status."""
-
     count: int
     oldest: tuple[UnansweredCall, ...]
     """Oldest first."""

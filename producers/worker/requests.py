@@ -91,8 +91,6 @@ TRAJECTORY_TAG: Final = "t:"
 
 
 class Requests(RequestTable):
-    """All requests of one incarnation."""
-
     def __init__(self, setup: WorkerSetup, codec: AbstractContextManager[object]) -> None:
         super().__init__(setup, codec)
         self.served = NOTHING

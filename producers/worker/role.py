@@ -226,7 +226,6 @@ def params_by_source(
 
 
 def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
-    """Return sampling sections by source."""
     train = [(source_of("train", task.name), config.sampling) for task in config.tasks]
     evaluations = [
         (source_of("eval", task.name), config.eval_sampling(task)) for task in config.evaluations
@@ -235,7 +234,6 @@ def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
-    """Return the turn limits by source."""
     return {source: spec.task.most_turns for spec in pool_specs(config) for source in spec.sources}
 
 

@@ -35,7 +35,6 @@ ScoringEvent = GroupFetched | GroupRewarded | TaskFailed
 
 
 def key_of(decision: ScoreGroup) -> str:
-    """Return the key of a scoring."""
     return f"{decision.spec.group}/{decision.attempt}"
 
 
@@ -47,8 +46,6 @@ class _Open:
 
 
 class Scorings:
-    """Open scorings of one incarnation."""
-
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._setup = requests.setup
@@ -145,7 +142,6 @@ class Scorings:
 
 
 def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) -> GroupCall:
-    """Build the task call for these records."""
     spec = decision.spec
     return GroupCall(
         request=key,

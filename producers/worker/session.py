@@ -156,8 +156,6 @@ class CallKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class OpenCall:
-    """Call without a durable answer."""
-
     session: str
     name: CallKey
     number: int | None

@@ -74,8 +74,6 @@ class Refusal(NamedTuple):
 
 
 class Sessions:
-    """All sessions of one incarnation."""
-
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._setup = requests.setup

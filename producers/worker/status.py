@@ -58,7 +58,6 @@ class Situation:
 
 
 def waits(requests: Iterable[RequestState], situation: Situation) -> list[PendingWait]:
-    """Return a worker's waits."""
     phases: dict[Phase, list[RequestState]] = {}
     for request in requests:
         if request.session is None or not request.session.open:

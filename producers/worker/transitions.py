@@ -125,7 +125,6 @@ def replayable_table(requests: Requests, episodes: Episodes) -> Table:
 
 
 def session_table(sessions: Sessions) -> Table:
-    """Return the transitions of an agent's session."""
     return {
         **{(phase, CallAsked): sessions.asked_too_late for phase in Phase},
         (Phase.AGENT, CallAsked): sessions.asked,

@@ -86,8 +86,6 @@ class TurnedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Mixture of experts."""
-
     count: int
     per_token: int
     width: int
@@ -426,7 +424,6 @@ def _latent(config: Mapping[str, Any], family: str) -> Latent | None:
 
 
 def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer has experts."""
     if layer in (config.get("mlp_only_layers") or ()):
         return False
     every = int(config.get("decoder_sparse_step") or 1)

@@ -68,7 +68,6 @@ class Weights:
     head: torch.Tensor
 
     def of_each_kind(self) -> Weights:
-        """Return the first layer of each kind."""
         kept = self.model.kinds()
         layers = tuple(self.layers[number] for number in kept)
         return replace(self, model=self.model.only(kept), layers=layers)
@@ -82,22 +81,18 @@ class Added(Protocol):
 
 
 class Attention(Protocol):
-    """Attention of one step."""
-
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Attend with rotated `qkv` [rows, (heads + kept * kv_heads) * head_dim]; fill `out` [rows,
         heads * value_dim]."""
 
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Fuse the tensors of a checked file."""
     weights = empty(model)
     fill(weights, tensors.items())
     return weights
 
 
 def empty(model: CausalLM) -> Weights:
-    """Return uninitialized weights."""
     embedding = torch.empty(model.vocabulary, model.hidden)
     return Weights(
         model=model,

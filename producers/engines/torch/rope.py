@@ -99,7 +99,6 @@ def _magnified(factor: float, share: float = 1.0) -> float:
 
 
 def positive(config: Mapping[str, Any], key: str, kind: type[N], default: N | None = None) -> N:
-    """Return a positive number. Raises PolicyError."""
     value = config.get(key)
     if value is None:
         value = default

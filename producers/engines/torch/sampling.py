@@ -31,7 +31,6 @@ _WORD = 2**64 - 1
 
 
 def mix(words: Words) -> Words:
-    """Return splitmix64's finalizer."""
     words = (words ^ (words >> _S30)) * FIRST_FACTOR
     words = (words ^ (words >> _S27)) * SECOND_FACTOR
     return words ^ (words >> _S31)
@@ -50,8 +49,6 @@ def uniforms(streams: Words, positions: Integers) -> torch.Tensor:
 
 
 class Sampler:
-    """Sampling settings of every slot."""
-
     def __init__(self, *, slots: int, unassigned: Sequence[int] = ()) -> None:
         self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
         self._streams = np.zeros(slots, np.uint64)

@@ -33,7 +33,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files, if any."""
     index = model_dir / INDEX
     if index.exists():
         try:

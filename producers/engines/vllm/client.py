@@ -128,7 +128,6 @@ class VllmServerClient:
         self._settle(ABORTS_MAX)
 
     def well(self, detail: str = "") -> None:
-        """Check health. Raises ResourceError."""
         try:
             call(self._address, "GET", wire.HEALTH, timeout_s=HEALTH_S)
         except ResourceError as error:

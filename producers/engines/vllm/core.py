@@ -125,7 +125,6 @@ def version_of(distribution: str) -> str:
 
 
 def version() -> str:
-    """Return vLLM's version."""
     return version_of("vllm") or version_of(CPU_BUILD)
 
 
@@ -136,7 +135,6 @@ def _is_of_here(error: Exception) -> bool:
 
 
 def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
-    """Convert an exception of REFUSALS."""
     message = " ".join(str(error).split()) or type(error).__name__
     if _is_of_here(error):
         hint = (
@@ -149,7 +147,6 @@ def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
 def arguments(
     model_dir: Path, settings: VllmSettings, *, slots: int, context_tokens: int
 ) -> dict[str, Any]:
-    """Return vLLM's arguments, without weight transfer."""
     device = device_name()
     need_positions(model_dir, context_tokens)
     need_kv_room(model_dir, settings, context_tokens, BLOCK_TOKENS[device])
@@ -203,7 +200,6 @@ def need_kv_room(
 
 
 def gpus_seen() -> int:
-    """Return the number of visible GPUs."""
     import torch
 
     return torch.cuda.device_count()

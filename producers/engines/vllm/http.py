@@ -44,8 +44,6 @@ EVENT_LAST: Final = b"[DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address and key of a server."""
-
     host: str
     port: int
     key: str = field(default="", repr=False)
@@ -130,11 +128,9 @@ class HttpStream:
         return self.ended or (EVENT_DATA in self._body and EVENT_END in self._body)
 
     def wait_heard(self, timeout_s: float) -> None:
-        """Wait until `heard`. Raises ResourceError."""
         self._wait(time.monotonic() + timeout_s, lambda: self.heard)
 
     def wait(self, timeout_s: float = CALL_S) -> bytes:
-        """Return the whole response. Raises ResourceError."""
         self._wait(time.monotonic() + timeout_s, lambda: self.ended)
         return bytes(self._body)
 

@@ -69,7 +69,6 @@ class RemoteCaches:
         return str(path)
 
     def heard(self, stay: str) -> None:
-        """Remove the file after the first event."""
         if self._offered.pop(stay, None) is not None:
             self._path(stay).unlink(missing_ok=True)
 

@@ -74,12 +74,10 @@ class ServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._loads.append(Load(file=file, start=tokens - num_external_tokens, blocks=own))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """Return the step's loads."""
         loads, self._loads = Loads(self._loads), []
         return loads
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        """Write the noted blocks."""
         layers = forward_context.no_compile_layers
         for load in self._get_connector_metadata().loads:
             try:

@@ -108,7 +108,6 @@ class ServerProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise ResourceError after an exit."""
         code = self._process.poll()
         if code is not None:
             raise ResourceError(f"vLLM's server ended {_how(code)}", hint="see the worker's log")

@@ -149,7 +149,6 @@ class KeptRoutes:
             ) from error
 
     def note(self) -> None:
-        """Record the current step."""
         batch = self._runner.input_batch
         rows = len(batch.req_ids)
         ends = self._runner.query_start_loc.np[: rows + 1].tolist()

@@ -134,8 +134,6 @@ class VllmRequest(RunningRequest):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stream:
-    """Response to one attempt."""
-
     row: VllmRequest
     http: HttpStream
     tokens: deque[wire.Token] = field(default_factory=deque)

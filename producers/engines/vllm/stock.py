@@ -49,8 +49,6 @@ def client_of(address: Address) -> VllmServerClient:
 
 
 class StockClient(VllmServerClient):
-    """A stock server."""
-
     def open(self, *, routes: bool = False, unassigned: Sequence[int] = ()) -> wire.ServerFacts:
         """Check that it completes token ids. Raises PolicyError if its model directory is not
         readable here, ResourceError."""

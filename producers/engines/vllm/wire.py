@@ -55,15 +55,11 @@ SEED_MASK: Final = (1 << 63) - 1
 
 
 class OtherLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A further log-prob."""
-
     token_id: int
     logprob: float
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probs of a sampled token."""
-
     logprob: float
     rank: int | None = None
     """Id of the token's adapter, if any; streams have no other field for it."""
@@ -71,8 +67,6 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probs of a chunk."""
-
     content: tuple[Drawn, ...] | None = None
     token_logprobs: tuple[float, ...] = ()
     """The same from /v1/completions."""
@@ -97,26 +91,18 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Error of a stream."""
-
     message: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of an error response."""
-
     error: Trouble = Trouble()
 
 
 class PromptDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of the prompt tokens."""
-
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of a request."""
-
     prompt_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
 
@@ -183,7 +169,6 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 def read_refusal(answer: bytes) -> str:
-    """Return the error message of a response."""
     try:
         return msgspec.json.decode(answer, type=Refusal).error.message or quoted(answer)
     except msgspec.DecodeError:

@@ -119,17 +119,17 @@ class HandwrittenRun(ABC):
         *,
         attempt: int = 1,
         tokens: int = 20,
-        offset: int = 0,
+        offset: int | None = None,
         text: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self.now_ns += SECOND_NS
-        offset = offset or _place_of(spec, attempt)
+        first = _first_offset(spec, attempt) if offset is None else offset
         entries = tuple(
             LoggedEntry(
                 trajectory=trajectory_id(spec.group, sample),
                 attempt=attempt,
                 partition=0,
-                offset=offset + sample,
+                offset=first + sample,
                 sha256="s",
                 bytes=10,
                 tokens=tokens,
@@ -151,7 +151,7 @@ class HandwrittenRun(ABC):
         )
 
 
-def _place_of(spec: GroupSpec, attempt: int) -> int:
+def _first_offset(spec: GroupSpec, attempt: int) -> int:
     """Return the first record's offset, its own for every attempt."""
     return 1000 * spec.ordinal + 100 * (attempt - 1) + 50 * (spec.purpose == "eval")
 
@@ -195,7 +195,7 @@ class CatalogueStage(HandwrittenRun):
         attempt: int = 1,
         rewards: tuple[float | None, ...] = (1.0, 0.0),
         tokens: int = 20,
-        offset: int = 0,
+        offset: int | None = None,
     ) -> None:
         self.logged(spec, incarnation, rewards, attempt=attempt, tokens=tokens, offset=offset)
 

@@ -42,7 +42,6 @@ DECODE_BYTES_MAX = 768 * 1024 * 1024
 """Maximum memory to read one record; tested."""
 
 COMPRESSION_LEVEL = 1
-
 LONG_BYTES_MIN = 64 * 1024
 LONG_COMPRESSION_LEVEL = -5
 """zstd level of long streams: log-probs hardly compress, and level 1 would spend most of the time

@@ -67,7 +67,6 @@ def partition_of(ordinal: int, partitions: int) -> int:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed, equal for equal parts on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
@@ -82,7 +81,6 @@ def group_seed(run_seed: int, purpose: Purpose, ordinal: int) -> int:
 
 
 def trajectory_seed(seed: int, sample: int) -> int:
-    """Return the seed of one trajectory of a group."""
     text = f"trajectory\x1f{seed}\x1f{sample}"  # inlined `derive_seed`, once per trajectory
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

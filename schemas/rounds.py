@@ -362,7 +362,6 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 FOREIGN_HINT: Final = "was it written by a later version of dora-pipe, or by somebody else?"
-
 _DECODER = msgspec.json.Decoder(Round)
 
 

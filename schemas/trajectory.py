@@ -114,7 +114,6 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def source(self) -> str:
-        """Return the source, as `GroupSpec.source`."""
         return source_of(self.purpose, self.evaluation if self.purpose == "eval" else self.task)
 
 
@@ -153,7 +152,6 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Return the tokens of the sequence."""
         return len(self.token_ids)
 
     @property
@@ -163,7 +161,6 @@ class Trajectory:
 
     @property
     def versions(self) -> list[int]:
-        """Return the version of every sampled segment, in order."""
         return [segment.version for segment in self.segments if segment.kind == "model"]
 
 

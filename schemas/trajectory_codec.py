@@ -124,7 +124,6 @@ class RecordLayout(Layout, Generic[T]):
         return record
 
     def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
-        """Return the value bytes of checked columns."""
         if arrays.sampler_logprobs is not arrays.logprobs and same_bits(
             arrays.logprobs, arrays.sampler_logprobs
         ):
@@ -335,99 +334,48 @@ def check_routed(trajectory: Masked, *, distinct: bool = True) -> None:
         need_entries(trajectory.routed_experts, counted_places(trajectory))
 
 
-def encode_progress(progress: Progress) -> bytes:
-    """Return the value bytes of a progress record. Raises SchemaError."""
-    return _encoded(PROGRESS, progress, _progress_arrays)
-
-
-def decode_progress(value: bytes) -> Progress:
-    """Return a checked progress record. Raises only SchemaError."""
-    return _decoded(PROGRESS, decompress(value), _progress_arrays)
-
-
-def encode_turn_progress(progress: TurnProgress) -> bytes:
-    """Return the value bytes of a call's progress record. Raises SchemaError."""
-    return _encoded(TURN_PROGRESS, progress, _turn_arrays)
-
-
-def decode_turn_progress(value: bytes) -> TurnProgress:
-    """Return a call's checked progress record. Raises only SchemaError."""
-    return _decoded(TURN_PROGRESS, decompress(value), _turn_arrays)
-
-
-def encode_episode_progress(progress: EpisodeProgress) -> bytes:
-    """Return the value bytes of an episode's progress record. Raises SchemaError."""
-    layout = EPISODE_PROGRESS.for_record(progress)
+def encode_any_progress(progress: AnyProgress) -> bytes:
+    """Return the value bytes of any progress record. Raises SchemaError."""
+    layout, arrays_of = _PROGRESS_LAYOUTS[type(progress)]
+    layout = layout.for_record(progress)
     columns = layout.write(progress)
-    arrays = _episode_arrays(columns)
-    check_segments(progress.segments, arrays.loss_mask)
-    check_routes(progress.routed_experts, len(arrays.token_ids))
+    arrays = arrays_of(columns)
+    check_arrays(arrays)
+    _check_chunk(progress, arrays)
     return layout.finish(columns, arrays)
 
 
-def decode_episode_progress(value: bytes) -> EpisodeProgress:
-    """Return an episode's checked progress record. Raises only SchemaError."""
-    return _episode_progress(decompress(value))
-
-
-def _episode_progress(raw: bytes) -> EpisodeProgress:
-    layout = EPISODE_PROGRESS.for_stream(raw)
+def decode_any_progress(value: bytes) -> AnyProgress:
+    """Return any checked progress record. Raises only SchemaError."""
+    raw = decompress(value)
+    layout, arrays_of = next(
+        (
+            (layout, arrays_of)
+            for layout, arrays_of in _PROGRESS_LAYOUTS.values()
+            if layout.is_of(raw) or layout.routed.is_of(raw)
+        ),
+        (PROGRESS, _progress_arrays),
+    )
+    layout = layout.for_stream(raw)
     columns, values = layout.opened(raw)
-    arrays = _episode_arrays(columns)
+    arrays = arrays_of(columns)
+    check_arrays(arrays)
     _no_stray_values(columns, arrays.loss_mask)
-    progress = layout.read(values)
-    check_segments(progress.segments, arrays.loss_mask)
-    check_routes(progress.routed_experts, len(arrays.token_ids))
+    progress: AnyProgress = layout.read(values)
+    _check_chunk(progress, arrays)
     return progress
 
 
-def encode_any_progress(progress: AnyProgress) -> bytes:
-    """Return the value bytes of any progress record. Raises SchemaError."""
-    match progress:
-        case TurnProgress():
-            return encode_turn_progress(progress)
-        case EpisodeProgress():
-            return encode_episode_progress(progress)
-        case _:
-            return encode_progress(progress)
-
-
-def _encoded(layout: RecordLayout[T], record: T, arrays_of: ArraysOf) -> bytes:
-    layout = layout.for_record(record)
-    columns = layout.write(record)
-    arrays = arrays_of(columns)
-    check_arrays(arrays)
-    _check_chunk(record)
-    return layout.finish(columns, arrays)
-
-
-def _decoded(layout: RecordLayout[T], raw: bytes, arrays_of: ArraysOf) -> T:
-    layout = layout.for_stream(raw)
-    columns, values = layout.opened(raw)
-    check_arrays(arrays_of(columns))
-    record = layout.read(values)
-    _check_chunk(record)
-    return record
-
-
-def _check_chunk(record: Any) -> None:
+def _check_chunk(record: AnyProgress, arrays: Arrays) -> None:
     """Raises SchemaError unless entries and tokens of a progress record match."""
     routes, tokens = record.routed_experts, len(record.token_ids)
-    if isinstance(record, TurnProgress):
+    if isinstance(record, EpisodeProgress):
+        check_segments(record.segments, arrays.loss_mask)
+    elif isinstance(record, TurnProgress):
         tokens += len(record.given_ids)
     elif routes is not None and record.start == 0:
         tokens = max(tokens, routes.tokens)  # the record does not have the prompt's length
     check_routes(routes, tokens)
-
-
-def decode_any_progress(value: bytes) -> AnyProgress:
-    """Return any progress record. Raises only SchemaError."""
-    raw = decompress(value)
-    if any(codec.is_of(raw) for codec in (TURN_PROGRESS, TURN_PROGRESS.routed)):
-        return _decoded(TURN_PROGRESS, raw, _turn_arrays)
-    if any(codec.is_of(raw) for codec in (EPISODE_PROGRESS, EPISODE_PROGRESS.routed)):
-        return _episode_progress(raw)
-    return _decoded(PROGRESS, raw, _progress_arrays)
 
 
 def _numbers(columns: Mapping[str, pa.Array], name: str, *, nulls: bool) -> np.ndarray[Any, Any]:
@@ -472,9 +420,7 @@ def _turn_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
 def _episode_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     _not_negative(columns, "start", "version", "attempt")
     _whole(columns, "prefills")
-    arrays = _arrays(columns)
-    check_arrays(arrays)
-    return arrays
+    return _arrays(columns)
 
 
 def _not_negative(columns: Mapping[str, pa.Array], *names: str) -> None:
@@ -498,6 +444,13 @@ def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
         sampler_logprobs=_sampler(columns, logprobs),
         loss_mask=np.ones(len(token_ids), np.uint8),
     )
+
+
+_PROGRESS_LAYOUTS: Final[dict[type, tuple[RecordLayout[Any], ArraysOf]]] = {
+    TurnProgress: (TURN_PROGRESS, _turn_arrays),
+    EpisodeProgress: (EPISODE_PROGRESS, _episode_arrays),
+    Progress: (PROGRESS, _progress_arrays),
+}
 
 
 def _no_stray_values(columns: Mapping[str, pa.Array], mask: np.ndarray[Any, Any]) -> None:

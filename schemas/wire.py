@@ -50,10 +50,8 @@ _TAG = msgspec.json.Decoder(_Tag)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Return canonical JSON: map keys sorted, record fields in declared order.
-
-    Raises SchemaError for NaN, infinity or an unsupported object.
-    """
+    """Return canonical JSON: map keys sorted, record fields in declared order. Raises SchemaError
+    for NaN, infinity or an unsupported object."""
     try:
         data = _ENCODER.encode(record)
     except (OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:

@@ -32,14 +32,10 @@ from dora_pipe.schemas.policy import Manifest as Policy
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import (
-    decode_episode_progress,
-    decode_progress,
+    decode_any_progress,
     decode_trajectory,
-    decode_turn_progress,
-    encode_episode_progress,
-    encode_progress,
+    encode_any_progress,
     encode_trajectory,
-    encode_turn_progress,
     view_trajectory,
 )
 from dora_pipe.schemas.wire import Unknown, decode, encode
@@ -281,19 +277,19 @@ _ALL: Final = (
     ),
     Target(
         name="progress",
-        read=_again(decode_progress, encode_progress),
+        read=_again(decode_any_progress, encode_any_progress),
         shape="frame",
         seeds=lambda: _golden("progress/progress"),
     ),
     Target(
         name="turn-progress",
-        read=_again(decode_turn_progress, encode_turn_progress),
+        read=_again(decode_any_progress, encode_any_progress),
         shape="frame",
         seeds=lambda: _golden("progress/turn"),
     ),
     Target(
         name="episode-progress",
-        read=_again(decode_episode_progress, encode_episode_progress),
+        read=_again(decode_any_progress, encode_any_progress),
         shape="frame",
         seeds=lambda: _golden("progress/episode"),
     ),

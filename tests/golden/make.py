@@ -12,12 +12,7 @@ import msgspec
 
 from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs
-from dora_pipe.schemas.trajectory_codec import (
-    encode_episode_progress,
-    encode_progress,
-    encode_trajectory,
-    encode_turn_progress,
-)
+from dora_pipe.schemas.trajectory_codec import encode_any_progress, encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from tests.golden import arrow_values, later_values, values
 from tests.golden.branched_values import (
@@ -125,9 +120,9 @@ def files() -> dict[str, bytes]:
         "decisions/round-impatient.json": encode(later_values.ROUND_IMPATIENT),
         **trajectory_files(),
         "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
-        "progress/progress.arrow.zst": encode_progress(arrow_values.PROGRESS),
-        "progress/turn.arrow.zst": encode_turn_progress(TURN_PROGRESS),
-        "progress/episode.arrow.zst": encode_episode_progress(EPISODE_PROGRESS),
+        "progress/progress.arrow.zst": encode_any_progress(arrow_values.PROGRESS),
+        "progress/turn.arrow.zst": encode_any_progress(TURN_PROGRESS),
+        "progress/episode.arrow.zst": encode_any_progress(EPISODE_PROGRESS),
         "dead-letters/value.bin": letter,
         "dead-letters/headers.txt": pairs_to_bytes(letter_headers),
     }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Resume, TrajectoryLogged, WorkerLeft, WorkerReady
 from dora_pipe.schemas.rounds import Drain, StopRun
-from dora_pipe.schemas.trajectory_codec import decode_progress
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import TICK_NS, TOPICS, World, spec_of
 
@@ -20,7 +23,7 @@ def test_progress_is_written_every_so_many_tokens_as_a_chain_and_reported() -> N
     world.until(worker, lambda: len(world.records(TOPICS.progress)) == 3)
     world.ticks(worker, 2)
     records = world.records(TOPICS.progress)
-    chunks = [decode_progress(record.value) for record in records]
+    chunks = [cast("Progress", decode_any_progress(record.value)) for record in records]
     assert [chunk.start for chunk in chunks] == [0, 16, 32]
     assert [chunk.previous for chunk in chunks] == [-1, records[0].offset, records[1].offset]
     assert {record.partition for record in records} == {spec_of(1).partition}
@@ -87,7 +90,8 @@ def test_stop_asked_writes_a_last_progress_record_and_leaves() -> None:
     resume = event.progress["g0000000000-000"]
     assert 64 <= resume.tokens <= 90
     assert list(event.progress) == ["g0000000000-000"]
-    chunk = decode_progress(world.records(TOPICS.progress)[-1].value)
+    chunk = decode_any_progress(world.records(TOPICS.progress)[-1].value)
+    assert isinstance(chunk, Progress)
     assert chunk.start + len(chunk.token_ids) == resume.tokens
     assert worker.engine.active == 0
 

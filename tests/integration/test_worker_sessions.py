@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,8 +37,8 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import call_seed
 from dora_pipe.schemas.rounds import ScheduledRequest
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_turn_progress
+from dora_pipe.schemas.trajectory import Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
 from dora_pipe.sim.agents import Ask
 from tests.support.agents import (
     Agent,
@@ -207,7 +207,8 @@ def test_answer_leaves_when_its_record_is_in_the_log() -> None:
         records = stage.world.records(TOPICS.progress)
         heard = len(told(worker))
         assert heard <= len(records)
-    chain = [decode_turn_progress(record.value) for record in stage.world.records(TOPICS.progress)]
+    records = stage.world.records(TOPICS.progress)
+    chain = [cast("TurnProgress", decode_any_progress(record.value)) for record in records]
     assert [progress.turn for progress in chain] == [0, 1]
     assert [list(trajectory.token_ids) for trajectory in chain] == [
         tokens for _, tokens in told(worker)

@@ -15,7 +15,8 @@ import msgspec
 
 from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory_codec import decode_progress
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress
 
 RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
@@ -200,7 +201,8 @@ def record_is(record: Append, what: str, topics: Topics) -> bool:
 def reached(record: Append, tokens: int) -> bool:
     if tokens == 0:
         return True
-    progress = decode_progress(record.value)
+    progress = decode_any_progress(record.value)
+    assert isinstance(progress, Progress)
     return progress.start + len(progress.token_ids) >= tokens
 
 

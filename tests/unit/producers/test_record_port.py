@@ -14,7 +14,7 @@ from dora_pipe.producers.worker.ports import RecordPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import encode_progress
+from dora_pipe.schemas.trajectory_codec import encode_any_progress
 from tests.support.worker import VirtualClock
 
 PROGRESS = "r.progress"
@@ -65,7 +65,7 @@ def _chain(length: int) -> tuple[MemoryBus, list[int]]:
     bus, offsets = _log()
     writer = bus.writer()
     for start in range(length):
-        value = encode_progress(_chunk(start, offsets[-1] if offsets else -1))
+        value = encode_any_progress(_chunk(start, offsets[-1] if offsets else -1))
         offsets += writer.append([Append(topic=PROGRESS, value=value, partition=1)])
     return bus, offsets
 

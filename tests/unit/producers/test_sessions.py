@@ -40,7 +40,7 @@ from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import TurnProgress, answer_of
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, decode_turn_progress
+from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
 NOW = Now(mono_ns=5, wall_ns=10**18)
@@ -101,7 +101,9 @@ class Driver:
         )
 
     def written(self) -> TurnProgress:
-        return decode_turn_progress(self.requests.out.publish[-1].record.value)
+        progress = decode_any_progress(self.requests.out.publish[-1].record.value)
+        assert isinstance(progress, TurnProgress)
+        return progress
 
     def phase(self, key: str = KEY) -> Phase:
         return self.requests.by_key[key].phase

@@ -25,12 +25,9 @@ from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
     decode_any_progress,
-    decode_progress,
     decode_trajectory,
     encode_any_progress,
-    encode_progress,
     encode_trajectory,
-    encode_turn_progress,
 )
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, Unknown, encode
 from tests.golden import arrow_values, make, values
@@ -46,8 +43,8 @@ JSON: list[tuple[Decode, bytes]] = [
 ARROW: list[tuple[Decode, bytes]] = [
     (decode_trajectory, encode_trajectory(arrow_values.TRAJECTORY)[0]),
     (decode_trajectory, encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0]),
-    (decode_progress, encode_progress(arrow_values.PROGRESS)),
-    (decode_any_progress, encode_turn_progress(TURN_PROGRESS)),
+    (decode_any_progress, encode_any_progress(arrow_values.PROGRESS)),
+    (decode_any_progress, encode_any_progress(TURN_PROGRESS)),
     (decode_any_progress, encode_any_progress(EPISODE_PROGRESS)),
 ]
 DECODERS = (
@@ -55,7 +52,6 @@ DECODERS = (
     decode_metrics,
     decode_round,
     decode_trajectory,
-    decode_progress,
     decode_any_progress,
 )
 

@@ -23,13 +23,9 @@ from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import (
     decode_any_progress,
-    decode_progress,
     decode_trajectory,
-    decode_turn_progress,
     encode_any_progress,
-    encode_progress,
     encode_trajectory,
-    encode_turn_progress,
 )
 from dora_pipe.schemas.wire import canonical, encode, sha256_hex
 from tests.golden.arrow_values import PLAIN_TRAJECTORY, TRAJECTORY
@@ -84,7 +80,7 @@ def test_trajectory_comes_back_with_its_log_probs_rounded_once(given_: Trajector
 
 @given(strategies.progress())
 def test_progress_comes_back_with_its_log_probs_rounded_once(given_: Progress) -> None:
-    assert decode_progress(encode_progress(given_)) == replace(
+    assert decode_any_progress(encode_any_progress(given_)) == replace(
         given_,
         logprobs=strategies.rounded(given_.logprobs),
         sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
@@ -93,8 +89,8 @@ def test_progress_comes_back_with_its_log_probs_rounded_once(given_: Progress) -
 
 @given(strategies.turn_progress())
 def test_progress_of_a_call_comes_back_and_is_told_from_the_other(given_: TurnProgress) -> None:
-    value = encode_turn_progress(given_)
-    back = decode_turn_progress(value)
+    value = encode_any_progress(given_)
+    back = decode_any_progress(value)
     assert back == replace(
         given_,
         logprobs=strategies.rounded(given_.logprobs),
@@ -114,8 +110,8 @@ def test_progress_of_an_episode_comes_back_and_is_told_from_others(given_: Episo
 
 @given(strategies.progress())
 def test_progress_of_a_request_is_told_from_that_of_a_call(given_: Progress) -> None:
-    value = encode_progress(given_)
-    assert decode_any_progress(value) == decode_progress(value)
+    value = encode_any_progress(given_)
+    assert isinstance(decode_any_progress(value), Progress)
 
 
 @given(strategies.DEAD_LETTERS)

@@ -18,9 +18,9 @@ from dora_pipe.schemas.arrow_frame import decompress
 from dora_pipe.schemas.trajectory import Meta, Sampler, Segment, Trajectory, mixing_error
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
-    decode_progress,
+    decode_any_progress,
     decode_trajectory,
-    encode_progress,
+    encode_any_progress,
     encode_trajectory,
 )
 from tests.golden.arrow_values import MIXED_TRAJECTORY as MIXED
@@ -197,15 +197,15 @@ def test_sampled_and_valid_say_what_the_arrays_and_the_reward_say() -> None:
 )
 def test_broken_progress_is_refused_with_its_path(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(SchemaError) as raised:
-        encode_progress(replace(PROGRESS, **changes))
+        encode_any_progress(replace(PROGRESS, **changes))
     assert raised.value.path == path
 
 
 def test_progress_is_not_read_as_a_trajectory_nor_a_trajectory_as_progress() -> None:
     with pytest.raises(SchemaError, match="columns are not those of this record"):
-        decode_trajectory(encode_progress(PROGRESS))
+        decode_trajectory(encode_any_progress(PROGRESS))
     with pytest.raises(SchemaError, match="columns are not those of this record"):
-        decode_progress(encode_trajectory(SOUND)[0])
+        decode_any_progress(encode_trajectory(SOUND)[0])
 
 
 def test_segment_of_no_engine_has_no_worker() -> None:

@@ -76,7 +76,6 @@ def stored_contributions(store: PolicyStore | None, sha256: str) -> list[dict[st
 
 
 Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
-"""Reader of a contributions file by sha256; empty if unreadable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,6 @@ def distance(row: Mapping[str, Any]) -> float:
 
 
 def by_staleness(rows: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Group rows by staleness, ascending."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["staleness"], []).append(row)

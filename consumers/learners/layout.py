@@ -20,9 +20,7 @@ class RowSize:
     ordinal: int
     sample: int
     tokens: int
-    """Tokens of its longest row."""
     others: Sequence[int] = ()
-    """Tokens of its other rows."""
 
     @property
     def lengths(self) -> list[int]:
@@ -35,7 +33,6 @@ class MicroBatch:
 
     rows: tuple[int, ...]
     width: int
-    """Tokens of the longest row; lines are padded to it."""
 
 
 def pack(

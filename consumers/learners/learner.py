@@ -93,9 +93,7 @@ class Learner(Protocol):
         """
         ...
 
-    def manifest(self) -> Manifest:
-        """Return the manifest of the present weights."""
-        ...
+    def manifest(self) -> Manifest: ...
 
     def save_weights(self, path: Path) -> Manifest:
         """Write the weights to a safetensors file, without fsync; return their manifest."""

@@ -34,7 +34,6 @@ class PartKey:
 
     @classmethod
     def of(cls, part: TrainBatch, settings: Settings) -> PartKey:
-        """Return the key of a part."""
         groups = tuple(group.group for group in part.groups)
         return cls(step=part.step, groups=groups, settings=tuple(sorted(settings.items())))
 
@@ -57,9 +56,7 @@ class ComputesParts(Protocol):
         """Return a clock of compute seconds."""
         ...
 
-    def settings_of(self, settings: Settings) -> StepSettings:
-        """Return the settings in force."""
-        ...
+    def settings_of(self, settings: Settings) -> StepSettings: ...
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
@@ -85,9 +82,7 @@ class ComputesParts(Protocol):
         """Restore the copy, bit for bit, and free it."""
         ...
 
-    def free_copy(self) -> None:
-        """Free the copy."""
-        ...
+    def free_copy(self) -> None: ...
 
 
 class StepInParts:

@@ -43,9 +43,6 @@ class LearnerKind:
     """Capabilities of a trainer."""
 
     open: Open
-    """Factory of a learner from assets, weights of version 0, configuration and log location.
-    Raises PolicyError, ConfigError, ResourceError.
-    """
     packages: tuple[str, ...] = ()
     """Required modules, and a hint if one is missing."""
     hint: str = ""
@@ -205,7 +202,6 @@ def device_of(section: Section) -> str:
 
 
 def no_gpu() -> ConfigError:
-    """Return the error of a missing GPU."""
     return ConfigError(
         "trainer.device is cuda, but torch finds no GPU here",
         hint="-o trainer.device=cpu, or a machine with a GPU and its driver",
@@ -229,10 +225,8 @@ def _gradient_device(section: Section) -> str:
 
 
 def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
-    """Run as a rank above 0, if the environment says so; return whether it did.
-
-    Raises ConfigError, UsageError, BusError, ResourceError.
-    """
+    """Run as a rank above 0, if the environment says so; return whether it did. Raises ConfigError,
+    UsageError, BusError, ResourceError."""
     if config.trainer.kind != "deepspeed" or os.environ.get("RANK", "0") in ("", "0"):
         return False
     device = device_of(config.trainer)
@@ -243,7 +237,6 @@ def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
 
 
 def end_ranks() -> None:
-    """End the rank processes that this process started."""
     group = sys.modules.get("dora_pipe.consumers.learners.deepspeed.rank_group")
     if group is not None:
         group.end_rank_group()
@@ -273,7 +266,6 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
 
 
 def adapter_options(lora: Lora) -> LoraOptions | None:
-    """Return the adapter's options, if any."""
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     if not lora.rank:

@@ -27,7 +27,6 @@ Packing = bool | Literal["on", "varlen"]
 """True selects the best supported kind."""
 
 ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
-
 _OF: Final = "objective."
 _OPTION: Final = "options."
 

@@ -30,7 +30,6 @@ from dora_pipe.store.safetensors_file import write_tensors
 from dora_pipe.store.store import PolicyStore
 
 R = TypeVar("R")
-
 BETAS: Final = (0.9, 0.95)
 GRAD_NORM_MAX: Final = 1.0
 MICRO_BATCH_TOKENS: Final = 16384
@@ -72,8 +71,6 @@ class SftOptions:
 
 @dataclass(slots=True, kw_only=True)
 class SftResult:
-    """Result of the warm start."""
-
     loss: float = math.nan
     left_out: int = 0
 
@@ -169,7 +166,6 @@ class _Batches:
         self._examples = self._encoded(rows, encode)
 
     def draw(self) -> list[Example]:
-        """Return the next batch."""
         return [next(self._examples) for _ in range(self._options.batch)]
 
     def _encoded(self, rows: Sequence[R], encode: Callable[[R], Example]) -> Iterator[Example]:

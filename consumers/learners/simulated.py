@@ -56,7 +56,6 @@ class SimulatedLearner:
         self._gathered: list[tuple[_Names, bytes]] = []
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """See `Learner`."""
         if read_manifest(weights).digest != digest:
             raise PolicyError(f"{weights} holds other weights")
         self._weights = _read(weights, "weights")
@@ -67,7 +66,6 @@ class SimulatedLearner:
             self._steps = int.from_bytes(_read(optimizer, "steps"), "little")
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """See `Learner`."""
         gathered, self._gathered = self._gathered, []
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
@@ -93,7 +91,6 @@ class SimulatedLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """See `TrainsParts`."""
         gathered, self._gathered = self._gathered, []
         digest = self._digest(batch)
         if gathered and gathered[0][0][0] != batch.step:
@@ -115,19 +112,15 @@ class SimulatedLearner:
         return trajectories
 
     def manifest(self) -> Manifest:
-        """See `Learner`."""
         return manifest_in_memory(_sources(self._weights, self._sparse))
 
     def save_weights(self, path: Path) -> Manifest:
-        """See `Learner`."""
         return write_tensors(path, _sources(self._weights, self._sparse))
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the number of steps."""
         write_tensors(path, [_source("steps", self._steps.to_bytes(8, "little"))])
 
     def numerics(self) -> dict[str, str]:
-        """See `Learner`."""
         return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
 
 

@@ -53,17 +53,17 @@ class Item:
     micro_batch: int | None = None
     """First one with some of its tokens."""
     metrics: RowMetrics | None = None
-    figured: int = 0
+    noted_tokens: int = 0
 
     def note(self, metrics: RowMetrics, tokens: int, micro_batch: int) -> None:
         """Merge the metrics of a pass over some of its tokens."""
         if self.metrics is None or self.micro_batch is None:
             self.metrics, self.micro_batch = metrics, micro_batch
         else:
-            pair = (self.metrics, self.figured), (metrics, tokens)
+            pair = (self.metrics, self.noted_tokens), (metrics, tokens)
             self.metrics = joined_metrics(pair)
             self.micro_batch = min(self.micro_batch, micro_batch)
-        self.figured += tokens
+        self.noted_tokens += tokens
 
     @property
     def worth(self) -> bool:
@@ -93,7 +93,6 @@ class Unit:
 
     item: Item
     rows: Sequence[ContextRow]
-    """Longest first."""
     weight: float
     """Weight of each token in the minibatch mean."""
 
@@ -160,11 +159,9 @@ class Pass:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the computed tokens."""
         return sum(part.padded_tokens for part in self.parts)
 
     def note(self, metrics: Sequence[RowMetrics]) -> None:
-        """Store its units' metrics."""
         for unit, row in zip(self.units, metrics, strict=True):
             unit.item.note(row, unit.counted, self.number)
 
@@ -236,8 +233,7 @@ def part_passes(
 
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
     """Skips exactly zero gradients, which still count in the mean: zero advantage without KL,
-    teacher and router loss.
-    """
+    teacher and router loss."""
     objective = settings.objective
     also = objective.kl_coef or objective.teacher_weight or settings.router_aux_loss
     chosen = [

@@ -37,7 +37,6 @@ class Sums:
         self.grad_norms.append(norm)
 
     def add(self, other: Sums) -> None:
-        """Add the sums of later updates."""
         self.loss += other.loss
         self.router_aux += other.router_aux
         self.updates += other.updates
@@ -64,7 +63,7 @@ def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
         "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
         "staleness_max": float(max((item.staleness for item in items), default=0)),
     }
-    metrics |= _sampling_figures([item.trajectory for item in items])
+    metrics |= _sampling_metrics([item.trajectory for item in items])
     if rewards:
         metrics["reward_mean"] = _mean(rewards)
     if sums.grad_norms:
@@ -92,10 +91,9 @@ def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
     return metrics
 
 
-def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _sampling_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return estimated entropy of the sampling policies (mean -log-prob, nats), and the truncated
-    share.
-    """
+    share."""
     if not trajectories:
         return {}
     sums, tokens = [], 0

@@ -113,7 +113,6 @@ class LearnerWithTeacher:
             self._learner.train_part(batch, settings)
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """See `Learner`."""
         self._said = {}
         self._learner.load(weights, digest=digest, optimizer=optimizer)
 
@@ -132,8 +131,7 @@ def _result_of(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
 
 def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
     """Estimated KL of sampling policy to teacher: mean behavior minus teacher log-prob, nats per
-    token.
-    """
+    token."""
     gaps = [
         behaviour - logprobs
         for group in batch.groups

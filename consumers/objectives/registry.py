@@ -30,7 +30,6 @@ class ObjectiveKind:
     terms: Callable[[Inputs, Any], Terms]
     """Pure loss per token, without torch import; second argument: the options or [objective]."""
     options: type[Any] | None = None
-    """Frozen dataclass or msgspec.Struct of [objective.options]."""
     per_token: bool = False
     """True if a token's loss depends on no other token."""
 
@@ -57,8 +56,7 @@ class ObjectiveKind:
 
 def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
     """Return an objective, importing user code from `directory`. Raises ConfigError if it is not
-    one.
-    """
+    one."""
     below = "" if is_own(name) else f"{__package__}."
     reference = name if is_own(name) else BUILT_IN[name].function
     with importable(directory):

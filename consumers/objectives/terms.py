@@ -42,8 +42,7 @@ class Inputs:
 
     def without(self, kept: Tensor) -> Inputs:
         """Return a copy without gradient for unkept tokens; zero loss times infinite ratios is
-        NaN.
-        """
+        NaN."""
         kept = kept if self.kept is None else kept & self.kept
         logprobs = self.logprobs.where(kept, self.logprobs.detach())
         return replace(self, logprobs=logprobs, kept=kept)

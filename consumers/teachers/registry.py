@@ -18,8 +18,7 @@ TOKENIZER: Final = "tokenizer.json"
 
 def with_digest(config: Config, policy: Path) -> Config:
     """Check the teacher against the model directory `policy`; return the config with its digest.
-    Raises ConfigError, PolicyError.
-    """
+    Raises ConfigError, PolicyError."""
     teacher = config.teacher
     if not teacher.path:
         return config
@@ -32,8 +31,7 @@ def with_digest(config: Config, policy: Path) -> Config:
 
 def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
     """Return the teacher, if any; `assets` has the policy's tokenizer. Raises ConfigError,
-    PolicyError.
-    """
+    PolicyError."""
     teacher, trainer = config.teacher, config.trainer
     if teacher.path:
         from dora_pipe.consumers.learners.torch.memory import memory_options

@@ -26,6 +26,5 @@ class Teacher(Protocol):
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
         """Return log-probs by row. Raises PolicyError for unknown tokens, ResourceError,
-        NonFinite.
-        """
+        NonFinite."""
         ...

@@ -15,8 +15,8 @@ from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.checks import check_reaches, record_bytes
 from dora_pipe.bus.logged import record_digest
+from dora_pipe.bus.places import PlaceReader, RecordPlace
 from dora_pipe.consumers.learners.learner import LoggedAt, TrainBatch, TrainGroup
-from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.consumers.trainer.commits import smallest_offsets
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, retry_bus
@@ -33,7 +33,6 @@ from dora_pipe.schemas.trajectory import Headers, Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 LOG = logging.getLogger(__name__)
-
 RECORDS_MAX: Final = 8192
 BYTES_MAX: Final = 256 * 1024 * 1024
 """Default cache bounds: keys, headers and values as logged."""
@@ -92,7 +91,9 @@ class BatchReader:
             for tp, begin in zip(partitions, begins, strict=True)
         }
         self._reader = retry_bus("reading", lambda: bus.reader(positions), clock)
-        self._places = PlaceReader(bus, topic, clock, gap=SEEK_GAP)
+        self._places = PlaceReader(
+            bus, topic, gap=SEEK_GAP, attempt=lambda call: retry_bus("reading", call, clock)
+        )
         self._cache: dict[RecordPlace, FetchedRecord] = {}
         self._latest: list[tuple[int, int, int]] = []  # heap of (-deadline, -offset, partition)
         self._deadline_min = 0
@@ -111,8 +112,7 @@ class BatchReader:
 
     def read_ahead(self, *, timeout_s: float) -> int:
         """Read available records, waiting up to `timeout_s`; return their number. Raises BusError,
-        LogTruncated.
-        """
+        LogTruncated."""
         with self.meter.spend("bus"):
             records = retry_bus(
                 "reading trajectories",
@@ -127,11 +127,8 @@ class BatchReader:
     def find(
         self, places: Sequence[RecordPlace], *, timeout_s: float
     ) -> dict[RecordPlace, FetchedRecord] | None:
-        """Return the records at these places; None until all are reached.
-
-        Raises LogTruncated for a place after the log's end, after `DELIVERY_TIMEOUT_S` without
-        records.
-        """
+        """Return the records at these places; None until all are reached. Raises LogTruncated for a
+        place after the log's end, after `DELIVERY_TIMEOUT_S` without records."""
         behind = self._behind(places)
         if behind is not None:
             self.read_ahead(timeout_s=timeout_s)
@@ -167,7 +164,6 @@ class BatchReader:
         return letters
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
-        """Return a dead letter of an undecodable record."""
         return DeadLetter(
             topic=record.topic,
             partition=record.partition,
@@ -181,7 +177,6 @@ class BatchReader:
         )
 
     def close(self) -> None:
-        """Close the readers; idempotent."""
         self._reader.close()
         self._places.close()
 
@@ -348,7 +343,6 @@ def find(
 
 
 def places_of(groups: Sequence[TakenGroup]) -> list[RecordPlace]:
-    """Return the places of a batch."""
     return [
         RecordPlace(trajectory.partition, trajectory.offset)
         for group in groups
@@ -365,8 +359,7 @@ def batch_of(
     parts: Sequence[int] = (),
 ) -> TrainBatch:
     """Return a batch in the learner's order; `sha256s` are the logged digests, if they may have
-    changed.
-    """
+    changed."""
     ordered = [
         _group(taken_group, trajectories, sha256s)
         for part in parts_of(groups, parts)

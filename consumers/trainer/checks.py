@@ -24,7 +24,6 @@ class Known:
     run: str
     next_step: int
     digests: Mapping[int, str]
-    """Weights digests, by version."""
     partial_rollout: bool
     """Partial rollout: segments may have later versions."""
     trained: Mapping[str, int]
@@ -42,19 +41,19 @@ class Arrived:
 
 
 def check_batch(
-    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
+    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], facts: Known
 ) -> tuple[Offender, ...]:
     """Return why the batch or part is unacceptable, by trajectory or group."""
-    return tuple(_offenders(decision, arrived, known))
+    return tuple(_offenders(decision, arrived, facts))
 
 
 def _offenders(
-    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
+    decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], facts: Known
 ) -> Iterator[Offender]:
     groups: set[str] = set()
     trajectories: set[str] = set()
     for group in decision.groups:
-        why = _wrong_with_group(group, decision.step, known)
+        why = _wrong_with_group(group, decision.step, facts)
         if group.group in groups:
             why = "the batch names it twice"
         groups.add(group.group)
@@ -63,7 +62,7 @@ def _offenders(
             continue
         for taken in group.trajectories:
             record = arrived[taken.trajectory]
-            why = _wrong_with(taken, group, record, decision.step, known)
+            why = _wrong_with(taken, group, record, decision.step, facts)
             if taken.trajectory in trajectories:
                 why = "the batch names it twice"
             trajectories.add(taken.trajectory)
@@ -71,16 +70,16 @@ def _offenders(
                 yield Offender(group=group.group, trajectory=taken.trajectory, reason=why)
 
 
-def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
-    if step != known.next_step:
-        return f"step {step} is not the next one, {known.next_step}"
+def _wrong_with_group(group: TakenGroup, step: int, facts: Known) -> str:
+    if step != facts.next_step:
+        return f"step {step} is not the next one, {facts.next_step}"
     if not group.trajectories:
         return "it has no trajectory"
     if not group.group.startswith("g"):
         return "it is not a training group"
-    if group.group in known.trained:
-        return f"it was already trained at step {known.trained[group.group]}"
-    if group.version not in known.digests:
+    if group.group in facts.trained:
+        return f"it was already trained at step {facts.trained[group.group]}"
+    if group.version not in facts.digests:
         return f"C1: version {group.version} does not exist before step {step}"
     if step > group.deadline:
         return f"C3: its deadline is step {group.deadline}, this is step {step}"
@@ -88,7 +87,7 @@ def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
 
 
 def _wrong_with(
-    taken: TakenTrajectory, group: TakenGroup, record: Arrived, step: int, known: Known
+    taken: TakenTrajectory, group: TakenGroup, record: Arrived, step: int, facts: Known
 ) -> str:
     if record.why:
         return record.why
@@ -96,9 +95,9 @@ def _wrong_with(
     assert headers is not None
     assert trajectory is not None
     return (
-        _wrong_identity(taken, group, headers, record.sha256, known)
-        or _wrong_version(group, headers, known)
-        or _wrong_segments(group, trajectory, step, known)
+        _wrong_identity(taken, group, headers, record.sha256, facts)
+        or _wrong_version(group, headers, facts)
+        or _wrong_segments(group, trajectory, step, facts)
         or _wrong_deadline(group, headers, step)
         or _wrong_value(headers, trajectory)
         or _wrong_reward(group, trajectory)
@@ -106,13 +105,13 @@ def _wrong_with(
 
 
 def _wrong_identity(
-    taken: TakenTrajectory, group: TakenGroup, headers: Headers, sha256: str, known: Known
+    taken: TakenTrajectory, group: TakenGroup, headers: Headers, sha256: str, facts: Known
 ) -> str:
     if sha256 != taken.sha256:
         return f"sha256 of its value is {sha256[:12]}..., not {taken.sha256[:12]}..."
     if headers.sha256 != sha256:
         return "sha256 in its headers is not that of its value"
-    if headers.run != known.run:
+    if headers.run != facts.run:
         return f"it belongs to run {headers.run}"
     if headers.trajectory != taken.trajectory:
         return f"the record there is {headers.trajectory}"
@@ -125,28 +124,27 @@ def _wrong_identity(
     return ""
 
 
-def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
+def _wrong_version(group: TakenGroup, headers: Headers, facts: Known) -> str:
     if headers.version != group.version:
         return f"C1: it is of version {headers.version}, its group of {group.version}"
-    if headers.digest != known.digests[group.version]:
+    if headers.digest != facts.digests[group.version]:
         return f"C1: version {group.version} has other weights than {headers.digest[:12]}..."
     return ""
 
 
-def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known: Known) -> str:
+def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, facts: Known) -> str:
     """C1: segments have the group's version, or with partial rollout later ones in order, up to the
-    version this step starts from.
-    """
+    version this step starts from."""
     versions = set(trajectory.versions)
     if not versions - {group.version}:
         return ""
-    if not known.partial_rollout:
+    if not facts.partial_rollout:
         return f"C1: its segments are of versions {sorted(versions)}"
     if why := mixing_error(trajectory, step):
         return f"C1: {why}"
     weights = {weight.version: weight.digest for weight in trajectory.meta.weights}
     for version in sorted(versions - {group.version}):
-        if weights.get(version) != known.digests.get(version):
+        if weights.get(version) != facts.digests.get(version):
             return f"C1: version {version} has other weights than its segments name"
     return ""
 

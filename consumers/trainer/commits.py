@@ -25,7 +25,6 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
-
 CHANGED_SHARE: Final = "changed_share"
 DELTA_SHARE: Final = "delta_share"
 OF_DELTAS: Final = frozenset({CHANGED_SHARE, DELTA_SHARE})
@@ -41,20 +40,19 @@ class CommitNote:
     offset: int
     digest: str
     checkpoint: Blob | None
-    whole: bool = True
+    full: bool = True
     """False if stored only as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, offset: int, commit: StepCommitted) -> CommitNote:
-        """Return the note of a commit."""
         return cls(
             step=commit.step,
             attempt=commit.attempt,
             offset=offset,
             digest=commit.digest_after,
             checkpoint=commit.checkpoint,
-            whole=commit.full,
+            full=commit.full,
             starts=smallest_offsets(commit),
         )
 
@@ -93,7 +91,6 @@ class CommitHistory:
         return len(self.notes)
 
     def digest_of(self, version: int) -> str:
-        """Return the weights digest of a version."""
         assert self.run_started is not None
         if version == 0:
             return self.run_started.policy.digest
@@ -285,11 +282,11 @@ def rebuild_note(run: str, versions: Collection[int]) -> str:
 
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
     """Return these versions and their delta bases, down to full ones."""
-    return with_bases(versions, lambda version: version <= 0 or history.notes[version - 1].whole)
+    return with_bases(versions, lambda version: version <= 0 or history.notes[version - 1].full)
 
 
 def with_bases(versions: Collection[int], is_full: Callable[[int], bool]) -> set[int]:
-    """Return as `underlying`; `whole` tells full versions."""
+    """Return as `underlying`; `is_full` reports a full checkpoint."""
     needed: set[int] = set()
     for version in versions:
         base = version

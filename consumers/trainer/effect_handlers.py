@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dora_pipe.bus.bus import Bus
+from dora_pipe.bus.places import RecordPlace
 from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.learners.learner import (
     Learner,
@@ -23,7 +24,6 @@ from dora_pipe.consumers.learners.learner import (
     TrainsParts,
 )
 from dora_pipe.consumers.learners.with_teacher import add_teacher_logprobs, waits_for
-from dora_pipe.consumers.place_reader import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import (
     BYTES_MAX,
     RECORDS_MAX,
@@ -75,8 +75,6 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlersSetup:
-    """Settings of the handlers."""
-
     topics: Topics
     started: RunStarted
     """Version 0, with optimizer state if any."""
@@ -85,7 +83,6 @@ class HandlersSetup:
     snapshot: Path | None = None
     """File of the commits' snapshot."""
     leaves_device: bool = False
-    """True to free the device between steps."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
 
@@ -145,17 +142,14 @@ class EffectHandlers:
         yield from self._unreadable()
 
     def gauges(self) -> Gauges:
-        """Return gauges of reader, teacher and store."""
         waiting = waits_for(self._learner) or self.reader.waits_for
         return Gauges(self.reader.records, self.reader.bytes, waiting, self._no_room)
 
     def close(self) -> None:
-        """Close the reader; idempotent."""
         self.reader.close()
 
     @property
     def learner(self) -> Learner:
-        """Return the learner, created on first use."""
         if self._learner is None:
             self._learner = self._make_learner()
         return self._learner
@@ -191,8 +185,7 @@ class EffectHandlers:
         self, replayed: ReplayedStep, *, last: bool
     ) -> Generator[None, None, Adopted | None]:
         """Adopt committed weights if allowed, skipping dropped ones. Raises ReplayDiverged,
-        PolicyError.
-        """
+        PolicyError."""
         other = replayed.other_numerics
         because = f"other {', '.join(other)}" if other else "although the numerics are the same"
         why = f"tensor {replayed.tensor} differs ({because})"
@@ -307,7 +300,7 @@ class EffectHandlers:
         assert self._trained is not None
         key, result = self._trained
         assert key == (effect.step, effect.attempt)
-        version = yield from self._version(before=effect.before, full=effect.whole)
+        version = yield from self._version(before=effect.before, full=effect.full)
         contributions = yield from self._blob(
             "contributions", lambda path: write_contributions(path, result.contributions)
         )
@@ -322,7 +315,7 @@ class EffectHandlers:
             manifest=version.manifest,
             contributions=contributions,
             checkpoint=checkpoint,
-            whole=version.whole,
+            full=version.whole,
             delta=version.delta,
             changed_share=version.change.share if version.change else 0.0,
             fallbacks=self._store.fallbacks.take(),

@@ -57,10 +57,9 @@ class PublishPolicy:
     step: int
     attempt: int
     checkpoint: bool
-    """Save the optimizer state."""
     before: str = ""
     """Weights digest of the delta's base; empty without deltas."""
-    whole: bool = True
+    full: bool = True
     """Force a full checkpoint."""
 
 
@@ -148,7 +147,7 @@ class PolicyPublished:
     manifest: Manifest
     contributions: Blob
     checkpoint: Blob | None
-    whole: bool = True
+    full: bool = True
     delta: Blob | None = None
     changed_share: float = 0.0
     """Share of the weights in the delta."""

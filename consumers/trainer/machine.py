@@ -84,7 +84,6 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.transfers import weights_url
 
 LOG = logging.getLogger(__name__)
-
 KEY: Final = b"trainer"  # key of all records of the trainer
 
 _BREAKS_OFF: Final = frozenset({"restoring", "idle", "part", "reading", "refusing"})
@@ -93,8 +92,6 @@ _BREAKS_OFF: Final = frozenset({"restoring", "idle", "part", "reading", "refusin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """Settings of an incarnation."""
-
     topics: Topics
     incarnation: int
     checkpoint_every: int
@@ -326,7 +323,7 @@ class TrainerMachine:
                 attempt=event.attempt,
                 checkpoint=checkpoint,
                 before=self.history.digest_of(event.step) if every > 1 else "",
-                whole=checkpoint or version % every == 0,
+                full=checkpoint or version % every == 0,
             )
         )
 
@@ -413,8 +410,7 @@ class TrainerMachine:
 
     def _must_wait(self, part: TakePart) -> bool:
         """Return whether the reference is uncommitted, or an update would change weights being
-        written.
-        """
+        written."""
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
             return True
         return int(part.settings.get(REFERENCE, 0)) > self.history.next_step
@@ -458,7 +454,7 @@ class TrainerMachine:
             dropped=droppable(
                 self.history, event.checkpoint, decision.pins, self._setup.keep_every
             ),
-            full=event.whole,
+            full=event.full,
             delta=event.delta,
             fallbacks=event.fallbacks,
         )

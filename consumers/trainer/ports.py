@@ -81,7 +81,6 @@ class ThreadPort:
         return self._runner.poll() + self._publisher.poll()
 
     def cached(self) -> Gauges:
-        """Return gauges of the batch reader and its cache."""
         return self._gauges
 
     def close(self) -> None:
@@ -138,7 +137,6 @@ class InlinePort:
         return []
 
     def cached(self) -> Gauges:
-        """Return gauges of the batch reader and its cache."""
         return self._handlers.gauges()
 
     def close(self) -> None:

@@ -9,32 +9,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.consumers.place_reader import read_until
 from dora_pipe.consumers.trainer.commits import CommitHistory, CommitNote, decode_history
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
 from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.loop.run_lifecycle import records_between
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
-
 _KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"versions-dropped"')
 
 
 def read_history(
     bus: Bus, topics: Topics, clock: Clock, snapshot: Path | None = None
 ) -> CommitHistory:
-    """Return the history from control, read after the snapshot if that matches the log.
-
-    Raises BusError, LogTruncated.
-    """
+    """Return the history from control, read after the snapshot if that matches the log. Raises
+    BusError, LogTruncated."""
     history = None if snapshot is None else _load(snapshot)
     if history is not None:
         last = history.notes[-1]
@@ -118,6 +114,4 @@ def _records(
     control = TopicPartition(topics.control, 0)
     end = retry_bus("reading control", lambda: bus.end(control), clock)
     if start < end:
-        open_reader = partial(bus.reader, {control: start})
-        with closing(retry_bus("reading control", open_reader, clock)) as reader:
-            yield from read_until(reader, control, end, clock)
+        yield from records_between(bus, control, start, end, clock)

@@ -37,9 +37,8 @@ class ReplayedStep:
     digest_committed: str
     digest_replayed: str
     tensor: str | None
-    """First differing tensor by name, or None."""
-    figures_committed: Mapping[str, float]
-    figures_replayed: Mapping[str, float]
+    metrics_committed: Mapping[str, float]
+    metrics_replayed: Mapping[str, float]
     contributions_committed: str
     contributions: Sequence[Mapping[str, Any]]
     compute_s_committed: float
@@ -126,8 +125,7 @@ def load_base(
     store: PolicyStore, learner: Learner, started: RunStarted, notes: Sequence[CommitNote]
 ) -> int:
     """Load the newest usable checkpoint, else version 0; return the next step. Raises
-    PolicyError.
-    """
+    PolicyError."""
     for note in reversed(notes):
         if note.checkpoint is None:
             continue
@@ -177,8 +175,8 @@ def steps_again(
             digest_committed=commit.digest_after,
             digest_replayed=manifest.digest,
             tensor=first_difference(commit.policy, manifest),
-            figures_committed=commit.metrics,
-            figures_replayed=result.metrics,
+            metrics_committed=commit.metrics,
+            metrics_replayed=result.metrics,
             contributions_committed=commit.contributions.sha256,
             contributions=result.contributions,
             compute_s_committed=commit.compute_s,

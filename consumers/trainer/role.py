@@ -63,8 +63,7 @@ class LearnerFactory(Protocol):
 
     def __call__(self, *, assets: Path, reference: Path, config: Config) -> Learner:
         """Return a learner; `reference` is the weights file of version 0. Raises PolicyError,
-        ConfigError.
-        """
+        ConfigError."""
         ...
 
 

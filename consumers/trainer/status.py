@@ -28,7 +28,6 @@ class Gauges(NamedTuple):
     waits_for: str = ""
     """Pending read or teacher request, in words."""
     no_room: str = ""
-    """Why publishing is blocked."""
 
     def blocking(self, phase: Phase) -> str:
         """Return what work of this phase waits for; empty if nothing."""

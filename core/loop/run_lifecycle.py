@@ -72,7 +72,7 @@ def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
         end - LOOK_BACK,
     )
     over = False
-    for record in _records(bus, partition, first, end, clock):
+    for record in records_between(bus, partition, first, end, clock):
         with suppress(SchemaError):  # foreign record; round readers report it
             decisions = decode_round(record.value).decisions
             over = over or any(isinstance(decision, StopRun) for decision in decisions)
@@ -84,7 +84,7 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
     if topics.control not in retry_bus("looking for the run", bus.topics, clock):
         return None
     end = retry_bus("looking for the run", lambda: bus.end(partition), clock)
-    with closing(_records(bus, partition, 0, end, clock)) as records:
+    with closing(records_between(bus, partition, 0, end, clock)) as records:
         for record in records:
             if b'"run-started"' in record.value:
                 decoded = decode_control(record.value)
@@ -93,9 +93,10 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
     return None
 
 
-def _records(
+def records_between(
     bus: Bus, partition: TopicPartition, first: int, end: int, clock: Clock
 ) -> Generator[Record, None, None]:
+    """Yield records from `first` to `end`, retrying. Raises BusError."""
     what = f"reading {partition.topic}"
     with closing(retry_bus(what, lambda: bus.reader({partition: first}), clock)) as reader:
         yield from records_until(

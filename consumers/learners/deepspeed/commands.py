@@ -148,7 +148,6 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COMMANDS: Final[msgspec.msgpack.Decoder[AnyCommand]] = msgspec.msgpack.Decoder(AnyCommand)
-
 _NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 
 
@@ -193,7 +192,6 @@ def _halves(pass_: Pass) -> tuple[Pass, Pass]:
 
 
 def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
-    """Return the log position of each trajectory."""
     positions: dict[str, LoggedAt] = {}
     for group in batch.groups:
         assert len(group.places) == len(group.trajectories), "several ranks need a log"
@@ -210,7 +208,6 @@ def share_commands(
 
 
 def pass_command(pass_: Pass, places: dict[str, LoggedAt]) -> PassCommand:
-    """Return the command of a pass."""
     units = [
         UnitCommand(
             at=places.get(unit.item.trajectory.trajectory, _NOWHERE),

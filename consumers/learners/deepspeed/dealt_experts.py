@@ -76,7 +76,6 @@ class DealtExperts:
         return torch.allclose(before, after, rtol=NEAR, atol=NEAR * float(before.abs().max()))
 
     def is_dealt(self, parameter: Any) -> bool:
-        """Return whether a parameter is split."""
         return id(parameter) in self._dealt
 
     def part_of(self, tensor: Tensor) -> Tensor:
@@ -158,8 +157,7 @@ class _Crossed(torch.autograd.Function):
 
 def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     """Exchange rows [N, H] in a group (None: all ranks), `sent` per rank, in rank order. As bytes:
-    gloo lacks some types.
-    """
+    gloo lacks some types."""
     output = rows.new_empty((sum(received), rows.shape[1]))
     arrived, sent_bytes = output.view(torch.uint8), rows.contiguous().view(torch.uint8)
     dist.all_to_all_single(arrived, sent_bytes, received, sent, group=group)

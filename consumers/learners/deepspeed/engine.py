@@ -73,7 +73,6 @@ class _Shard:
     flat: Tensor
     at: int
     start: int
-    """Start in the parameter, in elements."""
     elements: int
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -209,8 +208,7 @@ class Engine:
 
     def logprobs(self, passage: Passage) -> Tensor:
         """Return log-probs of the counted tokens, [N] float32; collective under ZeRO 3. Raises
-        PolicyError.
-        """
+        PolicyError."""
         if self._routed is not None:
             self._routed.take(passage.routes)
         given = (passage.ids, passage.places, passage.targets, passage.positions)
@@ -241,8 +239,7 @@ class Engine:
 
     def update(self, learning_rate: float, norm_max: float, divisor: float = 1.0) -> float:
         """Divide, clip and update; return the norm before clipping, possibly not finite.
-        Collective.
-        """
+        Collective."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         with self._masters.present():
@@ -318,8 +315,7 @@ class Engine:
 
     def _extents_by_rank(self) -> dict[str, list[list[int]]]:
         """Return start and size of each rank's part, by tensor; duplicates count once.
-        Collective.
-        """
+        Collective."""
         extents = [self._extent(*shard) for shard in self._shards.items()]
         own = torch.tensor(extents, device=self.options.device).reshape(-1)
         gathered = own.new_empty(self._ranks * len(own))
@@ -389,7 +385,6 @@ class Engine:
         return torch.float32 if name in self._shards else dtype
 
     def stored_dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
-        """Return the dtype in files."""
         if moment == REMAINDER:
             return torch.int16
         dtype = self.dtype(name, moment)
@@ -409,7 +404,6 @@ class Engine:
         return sorted(pairs, key=lambda pair: f"{pair[0]}/{pair[1]}")
 
     def close(self) -> None:
-        """Free all memory."""
         self._engine.destroy()
 
     def resident(self) -> Iterator[Tensor]:

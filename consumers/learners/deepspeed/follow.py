@@ -46,10 +46,8 @@ ORPHAN_EVERY_S: Final = 0.5
 
 
 def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> bool:
-    """Run as the rank that the environment names, if any; return whether it did.
-
-    Raises ConfigError, UsageError, BusError, ResourceError if ranks are missing or lost.
-    """
+    """Run as the rank that the environment names, if any; return whether it did. Raises
+    ConfigError, UsageError, BusError, ResourceError if ranks are missing or lost."""
     from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, environment_rank
 
     prepare(device)

@@ -84,7 +84,6 @@ from dora_pipe.store.safetensors_file import (
 from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
-
 _NUMBERS = itertools.count(1)
 _RETIRED: list[int] = []
 
@@ -148,7 +147,6 @@ class DeepspeedLearner:
         return self._rank.engine
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """See `Learner`."""
         need_digest(weights, digest)
         engine = self._options.engine
         if engine.lora is None and published_dtype(weights) != engine.published:
@@ -175,7 +173,6 @@ class DeepspeedLearner:
             self._rank.leave_device()
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """See `Learner`."""
         if batch.parts:
             return self._parts.train(self, batch, settings)
         self._parts.forget(self)
@@ -198,11 +195,9 @@ class DeepspeedLearner:
             self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
-        """See `ComputesParts`."""
         return compute_clock(self._group.device, self._options.threads)
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """See `ComputesParts`."""
         return step_settings(self._settings(settings))
 
     def _settings(self, settings: Settings) -> dict[str, Any]:
@@ -217,7 +212,6 @@ class DeepspeedLearner:
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """See `ComputesParts`."""
         shared = self._shares(passes)
         gathered = self._run_step(Gather, part, settings, [shared], fresh=not before)
         replies = [reply.updates[0] for reply in gathered]
@@ -253,18 +247,15 @@ class DeepspeedLearner:
         return sums
 
     def keep(self) -> None:
-        """See `ComputesParts`."""
         self._keep("take")
         self._kept_updated = self._adapter_base is not None and self._adapter_base.updated
 
     def restore_copy(self) -> None:
-        """See `ComputesParts`."""
         self._keep("go-back")
         if self._adapter_base is not None:
             self._adapter_base.updated = self._kept_updated
 
     def free_copy(self) -> None:
-        """See `ComputesParts`."""
         self._keep("let-go")
 
     def _keep(self, what: Literal["take", "go-back", "let-go"]) -> None:
@@ -318,7 +309,6 @@ class DeepspeedLearner:
             self._whole(lambda sources: write_tensors(path, [*sources, steps]), kept, moments=True)
 
     def numerics(self) -> dict[str, str]:
-        """See `Learner`."""
         options, engine = self._options, self._options.engine
         lora = engine.lora.numerics if engine.lora else {}
         narrow = {} if engine.published == "float32" else {"policies": engine.published}
@@ -434,8 +424,7 @@ class DeepspeedLearner:
         moments: bool,
     ) -> Manifest:
         """Pass every full tensor to `use`; read all of them in any case, as other ranks take
-        part.
-        """
+        part."""
         self._send(Read, moments=moments)
         following = self._rank.read(moments=moments)
         sources = [

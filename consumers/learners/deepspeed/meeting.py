@@ -21,11 +21,8 @@ MEET_S: Final = 600.0
 """Includes allocating machines and pulling images."""
 
 ANSWER_S: Final = 60.0
-
 LOOK_S: Final = 1.0
-
 LOST: Final = "lost"
-
 _STORE: Any = dist  # torch exports its stores without declaring them
 
 
@@ -55,8 +52,7 @@ class Meeting:
 
     def watch(self, lost: Callable[[], None]) -> None:
         """Watch the store; call `lost` once, in a thread. Raises ResourceError if the store is
-        gone.
-        """
+        gone."""
         host, _, port = self._at.rpartition(":")
         try:
             store = _STORE.TCPStore(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import record_digest
+from dora_pipe.bus.places import PlaceReader, RecordPlace
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,
@@ -48,8 +49,8 @@ from dora_pipe.consumers.learners.torch.model import (
     pulled,
 )
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, objective_kind
-from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
+from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.records import Record
 from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.schemas.context_tokens import choices_of, row_of
@@ -68,13 +69,14 @@ class ShareReader:
 
     def __init__(self, bus: Bus, topic: str, clock: Clock) -> None:
         self._topic = topic
-        self._reader = PlaceReader(bus, topic, clock, gap=GAP)
+        self._reader = PlaceReader(
+            bus, topic, gap=GAP, attempt=lambda call: retry_bus("reading", call, clock)
+        )
         self.records = 0
 
     def read(self, places: Sequence[LoggedAt]) -> list[Trajectory]:
         """Return the trajectories at these places. Raises InvariantBroken for other bytes,
-        BusError.
-        """
+        BusError."""
         records: dict[tuple[int, int], Record] = {}
         positions = dict.fromkeys(RecordPlace(logged.partition, logged.offset) for logged in places)
         for record in self._reader.read(positions):
@@ -87,7 +89,6 @@ class ShareReader:
         return [decoded[logged] for logged in places]
 
     def close(self) -> None:
-        """Close the readers; idempotent."""
         self._reader.close()
 
     def _decoded(self, logged: LoggedAt, records: dict[tuple[int, int], Record]) -> Trajectory:
@@ -163,7 +164,6 @@ class Rank:
             yield from tensors_in([*network.parameters(), *network.buffers()])
 
     def close(self) -> None:
-        """Close engine and log."""
         self.engine.close()
         if self._reader is not None:
             self._reader.close()
@@ -400,8 +400,7 @@ class Rank:
         self, passage: Passage, weights: Sequence[float], step: StepSettings, update: UpdateReply
     ) -> tuple[Tensor, Tensor | float]:
         """Idle ranks take the same path with weight 0, so gradients become ready in the same
-        order.
-        """
+        order."""
         if not step.router_aux_loss:
             return self.engine.logprobs(passage), 0.0
         logprobs, balance = self.engine.logprobs_and_balance(passage, weights)

@@ -45,7 +45,6 @@ BUSY_S: Final = 1.0
 """A longer collective is abandoned on exit."""
 
 END_S: Final = 10.0
-
 _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -152,7 +151,6 @@ class RankGroup:
         return COMMANDS.decode(data.numpy().tobytes())
 
     def reply(self, reply: msgspec.Struct) -> None:
-        """Send a reply to rank 0."""
         data = bytearray(msgspec.msgpack.encode(reply))
         with self.together():
             dist.send(torch.tensor([len(data)]), 0, group=self._control)
@@ -277,10 +275,8 @@ _GROUP: list[RankGroup] = []
 
 
 def rank_group(ranks: int, device: str) -> RankGroup:
-    """Return the group of this process, rank 0, created on first use.
-
-    Raises ConfigError for other ranks than configured, ResourceError if they are missing.
-    """
+    """Return the group of this process, rank 0, created on first use. Raises ConfigError for other
+    ranks than configured, ResourceError if they are missing."""
     info = environment_rank()
     there = _GROUP[0].ranks if _GROUP else info.ranks if info else ranks
     if there != ranks:
@@ -312,7 +308,6 @@ def rank_group(ranks: int, device: str) -> RankGroup:
 
 
 def end_rank_group() -> None:
-    """End the ranks that this process started."""
     for group in _GROUP:
         group.end()
 

@@ -24,8 +24,7 @@ def device_class(device: str) -> str:
 
 def capability(device: str) -> str:
     """Return instruction set and libraries. Raises ResourceError for a cuDNN unlike torch's, which
-    would fail later or change bits.
-    """
+    would fail later or change bits."""
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
         return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {_cudnn()}"

@@ -35,8 +35,7 @@ class DeviceStates:
 
     def leave(self) -> None:
         """Offload; nothing may compute until `come_back`. Raises ResourceError, moving nothing, if
-        the host lacks memory.
-        """
+        the host lacks memory."""
         if self._away:
             return
         leaving = list(self._storages())

@@ -106,13 +106,11 @@ class TorchLearner:
         self._states = DeviceStates(self._held, self._options.device)
 
     def leave_device(self) -> None:
-        """See `LeavesDevice`."""
         if not self._parts.begun:
             self._optimizer.clear()
         self._states.leave()
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """See `Learner`."""
         self._states.come_back()
         need_digest(weights, digest)
         if self._options.lora is None and bfloat16_names(weights) != self._bfloat16:
@@ -126,7 +124,6 @@ class TorchLearner:
             self._optimizer.load(optimizer)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """See `Learner`."""
         self._states.come_back()
         if batch.parts:
             return self._parts.train(self, batch, settings)
@@ -151,18 +148,15 @@ class TorchLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """See `TrainsParts`."""
         self._states.come_back()
         self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
-        """See `ComputesParts`."""
         return compute_clock(self._options.device, self._options.threads)
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """See `ComputesParts`."""
         if not before:
             self._optimizer.clear()
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
@@ -174,7 +168,6 @@ class TorchLearner:
         return sums
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
-        """See `ComputesParts`."""
         with deterministic(self._options.threads):
             self._optimizer.divide(divisor)
             self._step_optimizer(step, sums)
@@ -182,7 +175,6 @@ class TorchLearner:
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """See `ComputesParts`."""
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
         with deterministic(self._options.threads):
             if needs_reference(step.objective):
@@ -195,22 +187,18 @@ class TorchLearner:
         return sums
 
     def keep(self) -> None:
-        """See `ComputesParts`."""
         self._kept = self._optimizer.kept(), self._model.updated
 
     def restore_copy(self) -> None:
-        """See `ComputesParts`."""
         assert self._kept is not None
         self._optimizer.restore_copy(self._kept[0])
         self._model.updated = self._kept[1]
         self._kept = None
 
     def free_copy(self) -> None:
-        """See `ComputesParts`."""
         self._kept = None
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """See `ComputesParts`."""
         options = self._options
         own = {
             MICRO_BATCH_TOKENS: options.micro_batch_tokens,
@@ -243,16 +231,13 @@ class TorchLearner:
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
         """Score with recorded experts (`schemas.routes`); also return differing and all choices.
-
-        Raises PolicyError for an unsupported model.
-        """
+        Raises PolicyError for an unsupported model."""
         routed = self._model.routed
         before = routed.differing, routed.seen
         scored = self.score(rows, choices)
         return scored, routed.differing - before[0], routed.seen - before[1]
 
     def manifest(self) -> Manifest:
-        """See `Learner`."""
         self._settle()
         return manifest_in_memory(self._model.sources())
 
@@ -267,7 +252,6 @@ class TorchLearner:
         self._optimizer.save(path)
 
     def numerics(self) -> dict[str, str]:
-        """See `Learner`."""
         options = self._options
         lora = options.lora
         return (

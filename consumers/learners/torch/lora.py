@@ -49,7 +49,6 @@ class LoraOptions:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Return its entry in the numerics fingerprint."""
         layers = " ".join(sorted(set(self.targets)))
         return {"lora": f"rank {self.rank}, scale {self.scale:g}, {layers}"}
 
@@ -73,8 +72,7 @@ class Pair(torch.nn.Module):
 
 class Pairs(torch.nn.Module):
     """Adapter of a network, which it freezes; a separate module, so that ZeRO finds what is
-    trained.
-    """
+    trained."""
 
     def __init__(self, network: Any, options: LoraOptions) -> None:
         """Raises PolicyError if the network has none of the layers."""
@@ -159,8 +157,7 @@ class AdapterBase:
         self, weights: Path | None, layers: Mapping[str, tuple[int, int]]
     ) -> dict[str, Tensor]:
         """Return another version's matrices; empty for version 0. Raises PolicyError for another
-        base.
-        """
+        base."""
         if weights is None:
             return {}
         base = base_of(weights)
@@ -197,7 +194,6 @@ class LoraModel(TorchModel):
             return super().logprobs(passage)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's matrices by name."""
         yield from self.pairs.named()
 
     @property

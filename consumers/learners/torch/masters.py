@@ -40,7 +40,6 @@ class Masters:
             self.remainders[name].copy_(_round(parameter))
 
     def kept(self) -> list[Tensor]:
-        """Return a copy of the remainders."""
         return [remainder.clone() for remainder in self.remainders.values()]
 
     def restore_copy(self, kept: Sequence[Tensor]) -> None:

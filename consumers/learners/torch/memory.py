@@ -57,7 +57,6 @@ class MemoryOptions:
         return self.head_chunk_tokens
 
     def head_chunks(self, tokens: int, vocabulary: int) -> int:
-        """Return the number of head chunks."""
         return _count(tokens, self.head_chunk(vocabulary))
 
     def mlp_chunk(self, tokens: int, width: int, device: str = "cpu") -> int:
@@ -70,7 +69,6 @@ class MemoryOptions:
         return max(1, at_once // width) if tokens * width > least else 0
 
     def mlp_chunks(self, tokens: int, width: int, device: str = "cpu") -> int:
-        """Return the number of block chunks."""
         return _count(tokens, self.mlp_chunk(tokens, width, device))
 
     def numerics(
@@ -100,7 +98,6 @@ def _count(tokens: int, chunk: int) -> int:
 
 
 def memory_options(section: Trainer) -> MemoryOptions:
-    """Return the memory options of a trainer section."""
     return MemoryOptions(
         head_chunk_tokens="auto",
         mlp_chunk_tokens=0 if section.chunks_refused else "auto",
@@ -126,10 +123,8 @@ def decoder_layers(network: Any) -> list[Any]:
 
 
 def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
-    """Checkpoint each layer, with equal bits; `offload` keeps inputs on the host.
-
-    Raises PolicyError for a network with dropout or without such layers.
-    """
+    """Checkpoint each layer, with equal bits; `offload` keeps inputs on the host. Raises
+    PolicyError for a network with dropout or without such layers."""
     layers = decoder_layers(network)
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
@@ -169,8 +164,7 @@ class UnassignedRows:
 
     def leave_out(self, logits: Tensor) -> Tensor:
         """Mask these columns of logits [N, V] with -inf; in place only without a gradient, since
-        ZeRO returns views.
-        """
+        ZeRO returns views."""
         if not self.count:
             return logits
         if self._mask.device != logits.device:
@@ -181,7 +175,6 @@ class UnassignedRows:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Return its fingerprint entry."""
         return {"unassigned_ids": str(self.count)} if self.count else {}
 
 
@@ -203,8 +196,7 @@ def head_logprobs(
     unassigned: UnassignedRows | None = None,
 ) -> Tensor:
     """Return float32 log-probs of `targets` [N] from hidden states [N, H], chunked; chunks may be
-    empty.
-    """
+    empty."""
     unassigned = unassigned or UnassignedRows((), 0)
     if chunks <= 1:
         return token_logprobs(unassigned.leave_out(head(hidden)), targets, temperature)

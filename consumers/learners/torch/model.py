@@ -93,8 +93,7 @@ class Passage:
 
 class TorchModel:
     """Network of a model directory; its policy is softmax(logits / `temperature`) over assigned
-    ids.
-    """
+    ids."""
 
     def __init__(
         self,
@@ -108,8 +107,7 @@ class TorchModel:
         narrow: NarrowWeights | None = None,
     ) -> None:
         """`bfloat16` names tensors stored in that type; `dtype` is the compute type; `narrow` holds
-        frozen matrices in bfloat16.
-        """
+        frozen matrices in bfloat16."""
         self.device = device
         self._dtype = dtype
         self._bfloat16 = frozenset(bfloat16)
@@ -205,8 +203,7 @@ class TorchModel:
 
 def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
     """Return an autocast context: products in this type; norms, softmax and residuals in
-    float32.
-    """
+    float32."""
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)

@@ -93,7 +93,6 @@ def state_of(
 
 
 def optimizer_numerics(optimizer: OptimizerName) -> dict[str, str]:
-    """Return its entry in the fingerprint."""
     if optimizer == "adamw":
         return {}
     if optimizer == "muon":

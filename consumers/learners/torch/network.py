@@ -25,7 +25,6 @@ from dora_pipe.store.model_dir import unassigned_ids
 GROUPED: Final = "grouped_mm"
 """transformers' default implementation of experts: one grouped product."""
 GROUPED_IN_AUTOCAST: Final = "grouped_mm_in_autocast"
-
 _PROBE_TOKENS: Final = 4
 
 

@@ -24,8 +24,7 @@ _PROBE_TOKENS: Final = 4
 
 class RoutedExperts:
     """Blocks with experts of a network; routes hold until the next `take`, also for
-    recomputation.
-    """
+    recomputation."""
 
     def __init__(self, network: Any) -> None:
         """Raises PolicyError for an unsupported network."""
@@ -47,8 +46,7 @@ class RoutedExperts:
 
     def take(self, routes: Tensor | None) -> None:
         """Set experts of the next passes, [tokens, layers, per_token] int64, -1: router's choice.
-        Raises PolicyError.
-        """
+        Raises PolicyError."""
         if routes is not None:
             shape, expected = tuple(routes.shape[1:]), (self.layers, self.per_token)
             if shape != expected or (len(routes) and int(routes.max()) >= self.experts):
@@ -168,7 +166,6 @@ class BalanceLoss:
 
 
 def balance_numerics(weight: float) -> dict[str, str]:
-    """Return its fingerprint entry."""
     return {"router_aux_loss": repr(weight)} if weight else {}
 
 

@@ -53,8 +53,6 @@ def words(subject: Subject) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a bisection."""
-
     draws: int = 512
     before: int = 2
     """Earlier steps with suspects, since optimizer moments carry over."""
@@ -66,8 +64,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A compared subject."""
-
     subject: Subject
     better: bool
     """Nearer to the good version."""
@@ -131,7 +127,6 @@ class Fall:
     measured: Sequence[Measured]
     """In measurement order; the given versions are first."""
     step: int
-    """Step from the last good version to the first bad one."""
     direction: float
 
     @property

@@ -137,7 +137,6 @@ class BisectedRun:
         return explain(comparison, suspects, last, self.limits.steps)
 
     def measure(self, subject: Subject) -> Values:
-        """Return a subject's values, cached."""
         if subject not in self._values:
             self.report(words(subject))
             repeater = self.repeater

@@ -52,7 +52,6 @@ class Change:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {
             "drop": sorted(self.drop),
             "rewards": dict(self.rewards),

@@ -37,7 +37,6 @@ MADE_OF: Final = (
     "eval_rows",
     "assets_digest",
 )
-"""Columns of `runs` that can explain a difference."""
 
 WORKERS: Final = """
     select count(distinct worker) as workers,
@@ -53,16 +52,12 @@ RECORDS: Final[Mapping[Kind, str]] = {
         from groups where outcome = 'trained' group by step""",
     "version": "select version, published_ns, digest from versions",
 }
-"""Number, time and content by kind."""
 
 Records = Mapping[int | str, tuple[int, Any]]
-"""Time and content by number or id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """Properties of a run."""
-
     config: Mapping[str, Any]
     """By dotted key."""
     made_of: Mapping[str, Any]
@@ -89,11 +84,9 @@ class RunDiff:
     made_of: Mapping[str, tuple[Any, Any]]
     """Differing seeds, versions, digests, engines and devices."""
     partings: Sequence[Parting]
-    """First of each kind, in the first run's order."""
     compared: Mapping[Kind, int]
 
     def reasons(self, names: tuple[str, str]) -> list[str]:
-        """Return possible reasons: changes during the run, then settings."""
         mid_run = [
             f"{name} changed {change} at step {step}"
             for name, changes in zip(names, self.changes, strict=True)
@@ -115,7 +108,6 @@ def diff_runs(first: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
 
 
 def compare(first: ComparedRun, other: ComparedRun) -> RunDiff:
-    """Return the differences of two runs."""
     partings = [
         difference
         for kind in first.records

@@ -49,8 +49,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Continuations from a turn; means skip invalid rewards."""
-
     token: int
     turn: int
     mean: float | None
@@ -120,10 +118,8 @@ def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
 def continuations(
     recorded: Trajectory, cuts: Sequence[Cut], samples: int, worker: TemporaryWorker
 ) -> tuple[dict[Cut, list[Trajectory]], list[RequestFailed]]:
-    """Return continuations from each cut and failed requests.
-
-    Raises ReplayDiverged if an environment answers differently, and what the worker raises.
-    """
+    """Return continuations from each cut and failed requests. Raises ReplayDiverged if an
+    environment answers differently, and what the worker raises."""
     requests = {
         cut: [_wanted(recorded, cut, sample, worker) for sample in range(samples)] for cut in cuts
     }

@@ -75,10 +75,8 @@ class Probe(Protocol):
 def opened_probe(
     run: OpenRun, probe: str, directory: Path | None, report: Report
 ) -> Iterator[Probe]:
-    """Open `eval`, `eval:NAME` or `module:function`.
-
-    Raises UsageError, ConfigError, TaskError, PolicyError.
-    """
+    """Open `eval`, `eval:NAME` or `module:function`. Raises UsageError, ConfigError, TaskError,
+    PolicyError."""
     kind, _, name = probe.partition(":")
     if kind == EVAL:
         with _evaluation(run, name, report) as evaluation:

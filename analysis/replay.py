@@ -49,8 +49,6 @@ SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """Distance from a committed tensor."""
-
     tensor: str
     differing: int
     elements: int
@@ -60,7 +58,7 @@ class TensorDistance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FigureDifference:
+class MetricDifference:
     """A differing metric, or a contribution such as ``g0000000042-003 advantage``."""
 
     name: str
@@ -69,7 +67,6 @@ class FigureDifference:
 
     @property
     def line(self) -> str:
-        """Format for people."""
         return f"{self.name} is {self.replayed!r}, committed is {self.committed!r}"
 
 
@@ -81,11 +78,10 @@ class StepResult:
     wanted: bool
     distances: tuple[TensorDistance, ...] = ()
     """Largest first; empty with a change."""
-    metrics: tuple[FigureDifference, ...] = ()
+    metrics: tuple[MetricDifference, ...] = ()
 
     @property
     def equal(self) -> bool:
-        """Report whether weights and metrics are equal."""
         return self.replayed.equal and not self.metrics
 
     @property
@@ -111,7 +107,6 @@ class Rebuilt:
 
     @property
     def line(self) -> str:
-        """Format for people."""
         from_ = f"the checkpoint of version {self.base}" if self.base else "version 0"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return (
@@ -136,8 +131,6 @@ class SourceRun:
 
     @classmethod
     def of(cls, run: OpenRun) -> SourceRun:
-        """Open a run for replay on this machine's device."""
-
         def make(started: RunStarted) -> Learner:
             config = logged_config(started.config)
             trainer = msgspec.structs.replace(config.trainer, device=run.config.trainer.device)
@@ -175,11 +168,8 @@ class SourceRun:
         return steps
 
     def weights(self, version: int) -> Path:
-        """Return a version's file, rebuilt if needed.
-
-        Raises UsageError for an uncommitted version, ReplayDiverged for other bytes, PolicyError,
-        BusError.
-        """
+        """Return a version's file, rebuilt if needed. Raises UsageError for an uncommitted version,
+        ReplayDiverged for other bytes, PolicyError, BusError."""
         history = self.history
         if version and not 0 <= version <= history.next_step:
             raise UsageError(
@@ -310,7 +300,7 @@ def _compared(run: SourceRun, result: StepResult) -> StepResult:
         replayed=step,
         wanted=result.wanted,
         distances=() if step.equal else distances_of(run, step),
-        metrics=(*_other_figures(step), *_other_contributions(store, step)),
+        metrics=(*_other_metrics(step), *_other_contributions(store, step)),
     )
 
 
@@ -374,17 +364,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
-def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    for name, committed in sorted(replayed.figures_committed.items()):
+def _other_metrics(replayed: ReplayedStep) -> Iterator[MetricDifference]:
+    for name, committed in sorted(replayed.metrics_committed.items()):
         if name in OF_DELTAS:
             continue
-        again = replayed.figures_replayed.get(name)
+        again = replayed.metrics_replayed.get(name)
         if again != committed:
-            yield FigureDifference(name=name, committed=committed, replayed=again)
+            yield MetricDifference(name=name, committed=committed, replayed=again)
 
 
-def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    """Yield differing contributions that are still stored."""
+def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator[MetricDifference]:
     sha256 = replayed.contributions_committed
     if not store.has_blob("contributions", sha256):
         return
@@ -395,7 +384,7 @@ def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator
             now = again.get(name, {}).get(column)
             if now != committed:
                 what = f"{name} {column}"
-                yield FigureDifference(name=what, committed=committed, replayed=now)
+                yield MetricDifference(name=what, committed=committed, replayed=now)
 
 
 def distances_of(run: SourceRun, step: ReplayedStep) -> tuple[TensorDistance, ...]:

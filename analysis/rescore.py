@@ -35,11 +35,7 @@ from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, tur
 from dora_pipe.schemas.wire import REWARD_MAX
 
 IN_FLIGHT_MAX: Final = 64
-"""Trajectories scored concurrently."""
-
 POLL_S: Final = 0.005
-"""Pause after an empty poll."""
-
 AGENTS_OWN: Final = "its agent gave the reward"
 IN_ERROR: Final = "it ended in an error"
 
@@ -49,15 +45,11 @@ class Tasks(Protocol):
 
     def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None: ...
 
-    def poll(self) -> list[Any]:
-        """Return new answers."""
-        ...
+    def poll(self) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A trajectory with its new reward."""
-
     trajectory: str
     recorded: float | None
     reward: float | None
@@ -78,7 +70,6 @@ class ScoredTogether:
     """A group with group scoring."""
 
     size: int
-    """Trajectories that count."""
     valid_min: int
     """With fewer valid rewards, the group fails unscored."""
     recorded: Mapping[str, tuple[float | None, Mapping[str, float]]]

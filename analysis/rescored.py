@@ -36,7 +36,6 @@ ENDED: Final = """
     where t.outcome is null and record_offset is not null
       and g.outcome in ('trained', 'filtered', 'failed', 'evaluated')
     group by all order by group_id"""
-"""Ended groups with trajectories that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +76,10 @@ class Comparison:
     old: float | None
     new: float | None
     outcomes: Sequence[ChangedGroup]
-    """By step."""
     advantages: int
     signs: Sequence[str]
     """Trajectories with another advantage sign."""
     first: int | None
-    """First changed step."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -203,9 +200,7 @@ def _advantages(
     return list(zip(names, chain(*old), chain(*new), strict=True))
 
 
-def _differing(
-    groups: Iterable[ScoredGroup],
-) -> list[tuple[str, float | None, float | None]]:
+def _differing(groups: Iterable[ScoredGroup]) -> list[tuple[str, float | None, float | None]]:
     return [
         (name, old, new)
         for group in groups

@@ -35,17 +35,13 @@ WEIGHTS: Final = "weights.partial"
 
 
 class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `steps.jsonl`."""
-
     step: int
     digest: str
-    """After the step."""
     digest_source: str
     metrics: dict[str, float]
 
     @property
     def equal(self) -> bool:
-        """Report whether the weights equal the source's."""
         return self.digest == self.digest_source
 
 
@@ -124,7 +120,7 @@ def _step_of(result: StepResult) -> RetrainedStep:
         step=step.step,
         digest=step.digest_replayed,
         digest_source=step.digest_committed,
-        metrics=dict(step.figures_replayed),
+        metrics=dict(step.metrics_replayed),
     )
 
 

@@ -32,8 +32,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A group that may have caused a fall."""
-
     name: str
     step: int
     deviations: float

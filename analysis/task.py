@@ -38,8 +38,6 @@ INLINE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTask:
-    """A task, opened as by the run's workers."""
-
     ports: TaskPorts
     reward_digest: str
     recorded: frozenset[str]
@@ -51,10 +49,8 @@ class OpenTask:
 
 @contextmanager
 def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) -> Iterator[OpenTask]:
-    """Start the task; `other_rewards` need not score groups.
-
-    Raises TaskError, ConfigError, InvariantBroken for other data than the run's.
-    """
+    """Start the task; `other_rewards` need not score groups. Raises TaskError, ConfigError,
+    InvariantBroken for other data than the run's."""
     started, _ = policy_after(run.bus, run.topics, 0)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)

@@ -39,7 +39,6 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_pro
 from dora_pipe.schemas.wire import encode
 
 Report = Callable[[str, float, float | None], None]
-"""Receives phase, records so far, total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,6 @@ class SampleRequest:
     spec: GroupSpec
     sample: int
     prefix: EpisodeProgress | None = None
-    """Tokens to continue from."""
 
     @property
     def name(self) -> str:
@@ -109,10 +107,8 @@ class TemporaryWorker:
     """Receives task facts before sampling."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Sampled:
-        """Sample until each request has a record or has failed.
-
-        Raises what `run_worker` and `check` raise, InvariantBroken for a worker that leaves early.
-        """
+        """Sample until each request has a record or has failed. Raises what `run_worker` and
+        `check` raise, InvariantBroken for a worker that leaves early."""
         with (
             tempfile.TemporaryDirectory(prefix="dora-pipe-sample-") as folder,
             closing(open_bus(f"sqlite:{Path(folder) / LOG}")) as bus,

@@ -51,8 +51,6 @@ class AuditProgress:
 
 
 class AuditState:
-    """State of an audit."""
-
     def __init__(self, run: str, *, full: bool) -> None:
         self.findings = Findings()
         self.ledger = Ledger(run, self.findings)
@@ -203,7 +201,7 @@ class Auditor:
             books.cursor.decisions_cut = True
             message = f"were cut: step {fact.step} was committed after more of them"
             expected = f"end >= {fact.decisions_next}"
-            books.findings.add("rounds", "decisions", message, expected=expected, found=end)
+            books.findings.add("rounds", "decisions", message, expected=expected, actual=end)
 
     def _compare(self, ends: dict[int, int]) -> None:
         assert self._horizon is not None
@@ -221,7 +219,7 @@ class Auditor:
         for name, end, position in cut:
             message = "was cut: it is shorter than when audit has read it"
             expected = f"end >= {position}"
-            books.findings.add("records", name, message, expected=expected, found=end)
+            books.findings.add("records", name, message, expected=expected, actual=end)
 
     def _settle(self) -> None:
         books = self.books
@@ -274,8 +272,8 @@ class Auditor:
             if name in there and name != topics.metrics:
                 expected = config.bus.partitions if config is not None and name in many else 1
                 message = "has another number of partitions than the run reads"
-                found = bus.partitions(name)
-                self.books.findings.same("records", name, message, expected=expected, found=found)
+                actual = bus.partitions(name)
+                self.books.findings.same("records", name, message, expected=expected, actual=actual)
         for name in sorted(there.difference(topics.all())):
             if name.startswith(f"{topics.run}."):
                 self.books.findings.notes.append(f"topic {name} is unknown to this version")
@@ -290,10 +288,8 @@ class Auditor:
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:
-    """Audit a whole log; without `store`, policy files are skipped.
-
-    Raises BusError if the log cannot be read; violations are in the report.
-    """
+    """Audit a whole log; without `store`, policy files are skipped. Raises BusError if the log
+    cannot be read; violations are in the report."""
     auditor = Auditor(bus, topics, store)
     try:
         auditor.advance()

@@ -116,10 +116,10 @@ class FoldCheck:
             close_round(state, round_)
             check_digest(state, round_)
             return
-        expected, found = _first_difference(again, round_.decisions)
+        expected, actual = _first_difference(again, round_.decisions)
         message = "its plan differs from the one recomputed from the log"
         self._findings.add(
-            "decisions", f"round {round_.ordinal}", message, expected=expected, found=found
+            "decisions", f"round {round_.ordinal}", message, expected=expected, actual=actual
         )
         self._fold_again()
         self.wrong += 1
@@ -176,15 +176,15 @@ def _copied(state: State) -> State:
 
 
 def _first_difference(
-    expected: Sequence[AnyDecision], found: Sequence[AnyDecision]
+    expected: Sequence[AnyDecision], actual: Sequence[AnyDecision]
 ) -> tuple[str, str]:
     """Return the differing fields of the first decision in which two plans differ."""
-    for decision, other in zip(expected, found, strict=False):
+    for decision, other in zip(expected, actual, strict=False):
         if decision != other:
             return _differing(decision, other)
-    if len(expected) > len(found):
-        return _words(expected[len(found)]), NOTHING
-    return NOTHING, _words(found[len(expected)])
+    if len(expected) > len(actual):
+        return _words(expected[len(actual)]), NOTHING
+    return NOTHING, _words(actual[len(expected)])
 
 
 def _differing(decision: AnyDecision, other: AnyDecision) -> tuple[str, str]:

@@ -61,7 +61,8 @@ class PolicyCheck:
                 self._weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
                 self._assets(self._ledger.started.assets_digest)
-                self._begun_with(self._ledger.started.optimizer)
+                who = "the optimizer's state that version 0 begins with"
+                self._optimizer(who, 0, self._ledger.started.optimizer)
         if self.storeless:
             return
         with DeltaCheck(store, self._findings, self.absent) as deltas:
@@ -69,8 +70,8 @@ class PolicyCheck:
                 deltas.look(entry.fact)
         for entry in steps:
             self._contributions(entry)
-            if entry.fact.checkpoint is not None:
-                self._checkpoint(entry, entry.fact.checkpoint)
+            who = f"checkpoint of step {entry.step}"
+            self._optimizer(who, entry.step + 1, entry.fact.checkpoint)
         self._excuse()
 
     def finish(self) -> None:
@@ -106,9 +107,9 @@ class PolicyCheck:
     def _same_tensors(self, who: str, manifest: Manifest, stored: Manifest) -> None:
         message = "the tensors of its file are not those of its manifest"
         expected, there = set(manifest.tensors), set(stored.tensors)
-        self._findings.same("policies", who, message, expected=expected, found=there)
+        self._findings.same("policies", who, message, expected=expected, actual=there)
         message = "its file has another size than its manifest"
-        self._findings.same("policies", who, message, expected=manifest.bytes, found=stored.bytes)
+        self._findings.same("policies", who, message, expected=manifest.bytes, actual=stored.bytes)
 
     def _assets(self, digest: str) -> None:
         try:
@@ -118,10 +119,11 @@ class PolicyCheck:
             return
         there = assets_digest(sorted(folder.iterdir())) if folder.is_dir() else "nothing"
         message = "configuration and tokenizer files were changed"
-        self._findings.same("policies", "assets", message, expected=digest, found=there)
+        self._findings.same("policies", "assets", message, expected=digest, actual=there)
 
-    def _checkpoint(self, entry: StepEntry, blob: Blob) -> None:
-        who = f"checkpoint of step {entry.step}"
+    def _optimizer(self, who: str, version: int, blob: Blob | None) -> None:
+        if blob is None:
+            return
         self._findings.looked["policies"] += 1
         try:
             self._sized(who, self._store.verify_blob("optimizer", blob.sha256), blob)
@@ -129,22 +131,12 @@ class PolicyCheck:
             if self._store.has_blob("optimizer", blob.sha256):
                 self._findings.add("policies", who, error.message)
             else:
-                self.absent[who, entry.step + 1] = error.message
-
-    def _begun_with(self, blob: Blob | None) -> None:
-        if blob is None or self.storeless:
-            return
-        who = "the optimizer's state that version 0 begins with"
-        self._findings.looked["policies"] += 1
-        try:
-            self._sized(who, self._store.verify_blob("optimizer", blob.sha256), blob)
-        except PolicyError as error:
-            self._findings.add("policies", who, error.message)
+                self.absent[who, version] = error.message
 
     def _sized(self, who: str, path: Path, blob: Blob) -> None:
         message = "its file has another size than its commit"
-        found = path.stat().st_size
-        self._findings.same("policies", who, message, expected=blob.bytes, found=found)
+        actual = path.stat().st_size
+        self._findings.same("policies", who, message, expected=blob.bytes, actual=actual)
 
     def _contributions(self, entry: StepEntry) -> None:
         who = f"contributions of step {entry.step}"
@@ -161,9 +153,9 @@ class PolicyCheck:
             self._findings.add("policies", who, f"cannot be read: {error}")
             return
         expected = self.rows_of(entry)
-        found = [row["trajectory"] for row in rows]
+        actual = [row["trajectory"] for row in rows]
         message = "its rows are not the trajectories of the batch"
-        if self._findings.same("policies", who, message, expected=expected, found=found):
+        if self._findings.same("policies", who, message, expected=expected, actual=actual):
             self._rows(entry, {row["trajectory"]: row for row in rows})
 
     def rows_of(self, entry: StepEntry) -> list[str]:
@@ -204,9 +196,9 @@ class PolicyCheck:
                 if comparable and not close_to(advantage, row["advantage"]):
                     self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
 
-    def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:
+    def _row(self, step: int, trajectory: str, name: str, expected: object, actual: object) -> None:
         message = f"{name} in the contributions of step {step} does not follow from what was logged"
-        self._findings.same("policies", trajectory, message, expected=expected, found=found)
+        self._findings.same("policies", trajectory, message, expected=expected, actual=actual)
 
 
 def close_to(first: float | None, second: float | None) -> bool:
@@ -242,7 +234,9 @@ class DeltaCheck:
         who = f"delta of version {version}"
         if fact.delta is None:
             if not fact.full:
-                self._findings.add("policies", who, "its version is there neither whole nor so")
+                self._findings.add(
+                    "policies", who, "its version has neither a full checkpoint nor a delta"
+                )
             return
         self._findings.looked["policies"] += 1
         if not self._is_named(who, fact):
@@ -259,18 +253,18 @@ class DeltaCheck:
             return
         message = "the weights it builds are not those of its commit"
         expected = (fact.policy.bytes, set(fact.policy.tensors))
-        found = (manifest.bytes, set(manifest.tensors))
-        self._findings.same("policies", who, message, expected=expected, found=found)
+        actual = (manifest.bytes, set(manifest.tensors))
+        self._findings.same("policies", who, message, expected=expected, actual=actual)
         share = fact.delta.bytes / max(1, manifest.bytes)
-        message = f"the figure {DELTA_SHARE} of its commit is not that of its bytes"
+        message = f"metric {DELTA_SHARE} of its commit differs from that of its bytes"
         recorded = fact.metrics.get(DELTA_SHARE)
-        self._findings.same("policies", who, message, expected=share, found=recorded)
+        self._findings.same("policies", who, message, expected=share, actual=recorded)
 
     def _is_named(self, who: str, fact: StepCommitted) -> bool:
         assert fact.delta is not None
         try:
             path = self._store.delta(fact.digest_after)
-            found = (path.stat().st_size, file_sha256(path))
+            actual = (path.stat().st_size, file_sha256(path))
         except FileNotFoundError:
             self._absent[who, fact.step + 1] = f"no delta at {path}"
             return False
@@ -279,7 +273,7 @@ class DeltaCheck:
             return False
         expected = (fact.delta.bytes, fact.delta.sha256)
         message = "is another file than the commit names (bytes, sha256)"
-        return self._findings.same("policies", who, message, expected=expected, found=found)
+        return self._findings.same("policies", who, message, expected=expected, actual=actual)
 
     def _made(self, before: str, after: str) -> Manifest:
         """Apply the delta to the previous version. Raises PolicyError, ResourceError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from dora_pipe.audit.evidence import Content, Evidence, Place
@@ -16,17 +17,12 @@ from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.identity import group_of, trajectory_seed
 from dora_pipe.schemas.trajectory import Headers, Segment, mixing_error
 
-_HEADERS: Final = (
-    "trajectory",
-    "sampled tokens",
-    "attempt",
-    "incarnation",
-    "worker",
-    "version",
-    "digest",
-    "reward",
-)
+_REPEATED: Final = ("attempt", "incarnation", "worker", "version", "digest", "reward")
 """Header fields that `trajectory logged` repeats."""
+
+_HEADERS: Final = ("trajectory", "sampled tokens", *_REPEATED)
+_of_fact = attrgetter("trajectory", "tokens", *_REPEATED)
+_of_headers = attrgetter("trajectory", "sampled", *_REPEATED)
 
 
 class _Asked(NamedTuple):
@@ -39,15 +35,11 @@ def _asked(**checks: Check) -> _Asked:
 
 
 _OF_HEADERS: Final = _asked(group="records", partition="records", deadline="C3", version="C1")
-_OF_VALUE: Final = _asked(
-    group_size="records",
-    source="records",
-    task="records",
-    dataset_digest="records",
-    index="records",
-    data_epoch="records",
-    seed="records",
-)
+_SPEC: Final = ("source", "task", "dataset_digest", "index", "data_epoch")
+_RECORDS: Final[dict[str, Check]] = dict.fromkeys(("group_size", *_SPEC, "seed"), "records")
+_OF_VALUE: Final = _asked(**_RECORDS)
+_of_spec = attrgetter("size", *_SPEC)
+_of_content = attrgetter(*_OF_VALUE.checks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,12 +48,11 @@ class Seen:
 
     records: int = 0
     bytes: int = 0
-    standings: Counter[str] = field(default_factory=Counter)
-    """By standing; `pending` has no event."""
+    statuses: Counter[str] = field(default_factory=Counter)
+    """By status; `pending` has no event."""
     other_bytes: dict[Place, str] = field(default_factory=dict)
     """Actual sha256 of records that differ from the log."""
     mixed: Counter[int] = field(default_factory=Counter)
-    """By number of versions that sampled them."""
     one_version: int = 0
     """Records with one version and its published digest."""
     mixture: tuple[int, int, int] | None = None
@@ -79,7 +70,6 @@ class RecordCheck:
         self.seen = Seen()
 
     def judge(self, evidence: Evidence, logged: RecordLogged | None) -> None:
-        """Check one record."""
         self._findings.looked["records"] += 1
         self.seen.records += 1
         self.seen.bytes += evidence.bytes
@@ -100,18 +90,16 @@ class RecordCheck:
         if logged is None:
             self._not_logged(evidence, evidence.headers)
             return
-        self.seen.standings[logged.status] += 1
+        self.seen.statuses[logged.status] += 1
         self._logged(evidence, evidence.headers, logged)
 
     def missing(self, logged: RecordLogged) -> None:
-        """Report a named record that is missing."""
         partition, offset = logged.place
         where = f"trajectories:{partition}:{offset}"
         message = f"was logged, but {where} has no record"
         self._wrong(logged.fact.trajectory, message)
 
     def cut(self, partition: int, end: int, missing: Iterable[RecordLogged]) -> None:
-        """Report logged records after the end of their partition."""
         offsets = [logged.fact.offset for logged in missing]
         message = f"was cut before {len(offsets)} logged records"
         expected = f"end > {max(offsets)}"
@@ -128,8 +116,10 @@ class RecordCheck:
         else:
             self._wrong(who, message)
 
-    def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
-        self._findings.add("records", subject, message, expected=expected, found=found)
+    def _wrong(
+        self, subject: str, message: str, expected: object = "", actual: object = ""
+    ) -> None:
+        self._findings.add("records", subject, message, expected=expected, actual=actual)
 
     def _not_logged(self, evidence: Evidence, headers: Headers) -> None:
         entry = self._ledger.accounts.request(headers.trajectory)
@@ -141,11 +131,11 @@ class RecordCheck:
             return
         departure = "" if worker is None else worker.departure
         if departure == "fenced":
-            standing = "fenced"
+            status = "fenced"
         else:
             superseded = entry.bound is not None or departure == "left"
-            standing = "superseded" if superseded else "pending"
-        self.seen.standings[standing] += 1
+            status = "superseded" if superseded else "pending"
+        self.seen.statuses[status] += 1
         if evidence.lost:
             self._unreadable(evidence, None, f"cannot be read: {evidence.lost}")
         elif evidence.sha256 != headers.sha256:
@@ -186,38 +176,19 @@ class RecordCheck:
 
     def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
         """Compare with `trajectory logged`; by field only on a mismatch."""
-        expected = (
-            fact.trajectory,
-            fact.tokens,
-            fact.attempt,
-            fact.incarnation,
-            fact.worker,
-            fact.version,
-            fact.digest,
-            fact.reward,
-        )
-        found = (
-            headers.trajectory,
-            headers.sampled,
-            headers.attempt,
-            headers.incarnation,
-            headers.worker,
-            headers.version,
-            headers.digest,
-            headers.reward,
-        )
-        if expected == found:
+        expected, actual = _of_fact(fact), _of_headers(headers)
+        if expected == actual:
             self._findings.looked["records"] += len(expected) - 2
             self._findings.looked["C1"] += 2
             return
-        for name, value, other in zip(_HEADERS, expected, found, strict=True):
+        for name, value, other in zip(_HEADERS, expected, actual, strict=True):
             self._same(_check_of(name), fact.trajectory, name, value, other)
 
     def _spec(self, headers: Headers, group: GroupHistory, evidence: Evidence) -> None:
         spec, who = group.spec, headers.trajectory
         stamped = (spec.group, spec.partition, spec.deadline, spec.version)
-        found = (headers.group, evidence.partition, headers.deadline, headers.version)
-        self._dispatched(who, _OF_HEADERS, stamped, found)
+        actual = (headers.group, evidence.partition, headers.deadline, headers.version)
+        self._dispatched(who, _OF_HEADERS, stamped, actual)
         published = self._ledger.versions.get(headers.version)
         if published is None:
             message = f"is of version {headers.version}, which was never published"
@@ -226,36 +197,16 @@ class RecordCheck:
         self._findings.looked["C1"] += 1
         if headers.digest != published.digest:
             message = f"was sampled from other weights than version {headers.version}"
-            self._findings.add("C1", who, message, expected=published.digest, found=headers.digest)
+            self._findings.add("C1", who, message, expected=published.digest, actual=headers.digest)
 
     def _value(
         self, content: Content, versions: set[int], logged: RecordLogged, group: GroupHistory
     ) -> None:
         spec, who = group.spec, logged.fact.trajectory
-        expected = (
-            spec.size,
-            spec.source,
-            spec.task,
-            spec.dataset_digest,
-            spec.index,
-            spec.data_epoch,
-            trajectory_seed(spec.seed, content.sample),
-        )
-        found = (
-            content.group_size,
-            content.source,
-            content.task,
-            content.dataset_digest,
-            content.index,
-            content.data_epoch,
-            content.seed,
-        )
-        self._dispatched(who, _OF_VALUE, expected, found)
-        self._same("records", who, "finish", logged.fact.finish, content.finish)
-        self._same("records", who, "answer", logged.fact.answer, content.answer)
-        self._same("records", who, "error", logged.fact.error, content.error)
-        self._same("records", who, "contexts", logged.fact.contexts, content.contexts)
-        self._same("records", who, "calls", logged.fact.calls, content.calls)
+        expected = (*_of_spec(spec), trajectory_seed(spec.seed, content.sample))
+        self._dispatched(who, _OF_VALUE, expected, _of_content(content))
+        for name in ("finish", "answer", "error", "contexts", "calls"):
+            self._same("records", who, name, getattr(logged.fact, name), getattr(content, name))
         self._findings.looked["records"] += content.calls
         if content.fault:
             self._wrong(who, content.fault)
@@ -278,7 +229,7 @@ class RecordCheck:
                 if required
                 else "has routed experts that the run does not record"
             )
-            self._wrong(who, message, expected=required, found=not required)
+            self._wrong(who, message, expected=required, actual=not required)
         self.seen.mixture = self.seen.mixture or mixture
         if mixture is not None and mixture != self.seen.mixture:
             self._wrong(who, "is of a mixture of other sizes", self.seen.mixture, mixture)
@@ -291,36 +242,36 @@ class RecordCheck:
         if self._ledger.partial_rollout and group.spec.purpose == "train":
             self._findings.looked["C1"] += len(content.sampled)
             wrong = wrong_mixture(content, group, logged, self._ledger)
-            for message, expected, found in wrong:
-                self._findings.add("C1", who, message, expected=expected, found=found)
+            for message, expected, actual in wrong:
+                self._findings.add("C1", who, message, expected=expected, actual=actual)
             return
         strange = versions - {content.version}
         if strange:
             other_versions = ", ".join(str(version) for version in sorted(strange))
             message = "its tokens come from more than one version"
             self._findings.add(
-                "C1", who, message, expected=content.version, found=f"also {other_versions}"
+                "C1", who, message, expected=content.version, actual=f"also {other_versions}"
             )
 
-    def _same(self, check: Check, who: str, name: str, expected: object, found: object) -> None:
+    def _same(self, check: Check, who: str, name: str, expected: object, actual: object) -> None:
         self._findings.looked[check] += 1
-        if expected == found:
+        if expected == actual:
             return
         message = f"{name} in the record differs from `trajectory logged`"
-        self._findings.add(check, who, message, expected=expected, found=found)
+        self._findings.add(check, who, message, expected=expected, actual=actual)
 
     def _dispatched(
-        self, who: str, asked: _Asked, expected: tuple[object, ...], found: tuple[object, ...]
+        self, who: str, asked: _Asked, expected: tuple[object, ...], actual: tuple[object, ...]
     ) -> None:
         """Compare with the dispatch; by field only on a mismatch."""
         for check, count in asked.counts.items():
             self._findings.looked[check] += count
-        if expected == found:
+        if expected == actual:
             return
-        for (name, check), value, other in zip(asked.checks.items(), expected, found, strict=True):
+        for (name, check), value, other in zip(asked.checks.items(), expected, actual, strict=True):
             if value != other:
                 message = f"{name} in the record is not what was dispatched"
-                self._findings.add(check, who, message, expected=value, found=other)
+                self._findings.add(check, who, message, expected=value, actual=other)
 
 
 def _check_of(header: str) -> Check:
@@ -328,7 +279,6 @@ def _check_of(header: str) -> Check:
 
 
 Wrong = tuple[str, object, object]
-"""(message, expected, found)."""
 
 
 def wrong_mixture(
@@ -359,5 +309,5 @@ def _not_served(segment: Segment, logged: RecordLogged, ledger: Ledger) -> str:
         return f"{who}, which never joined"
     ready = worker.first_ready.get(segment.version)
     if ready is None or ready > logged.offset:
-        return f"{who}, which did not host version {segment.version} then"
+        return f"{who}, which did not serve version {segment.version} then"
     return ""

@@ -12,7 +12,7 @@ from dora_pipe.audit.entries import StepEntry
 from dora_pipe.audit.evidence import Place
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.ledger.history import GroupHistory, RecordLogged, RequestHistory
+from dora_pipe.ledger.history import GroupHistory, RequestHistory
 from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import group_of
@@ -46,12 +46,12 @@ class _Look:
         before = self._ledger.versions.get(fact.step)
         if before is not None:
             message = f"does not start from the weights of version {fact.step}"
-            findings.same("steps", who, message, expected=before.digest, found=fact.digest_before)
+            findings.same("steps", who, message, expected=before.digest, actual=fact.digest_before)
         message = "its manifest is not of the weights that it left"
-        findings.same("steps", who, message, expected=fact.digest_after, found=fact.policy.digest)
+        findings.same("steps", who, message, expected=fact.digest_after, actual=fact.policy.digest)
         digest = weights_digest(fact.policy.tensors)
         message = "the digest of its manifest is not that of the tensors in it"
-        findings.same("steps", who, message, expected=digest, found=fact.policy.digest)
+        findings.same("steps", who, message, expected=digest, actual=fact.policy.digest)
 
     def batch(self, entry: StepEntry) -> None:
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
@@ -59,12 +59,12 @@ class _Look:
             self._as_taken(entry, entry.take)
             message = "`decisions_next` is not the offset after the decision that took its batch"
             behind = entry.taken_at.offset + 1
-            findings.same("batches", who, message, expected=behind, found=fact.decisions_next)
+            findings.same("batches", who, message, expected=behind, actual=fact.decisions_next)
             message = "was trained in other parts than it was taken in"
-            findings.same("batches", who, message, expected=entry.take.parts, found=fact.parts)
+            findings.same("batches", who, message, expected=entry.take.parts, actual=fact.parts)
             message = "was trained with other settings than those in force"
             findings.same(
-                "batches", who, message, expected=entry.take.settings, found=fact.settings
+                "batches", who, message, expected=entry.take.settings, actual=fact.settings
             )
         try:
             digest = batch_digest([self._as_logged(group) for group in fact.groups])
@@ -72,7 +72,7 @@ class _Look:
             findings.add("C2", who, error.message)
             return
         message = "its batch digest is not that of the records in the log"
-        findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
+        findings.same("batches", who, message, expected=digest, actual=fact.batch_digest)
 
     def claims(self, entry: StepEntry) -> None:
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
@@ -87,7 +87,7 @@ class _Look:
         kept = {0, fact.step, fact.step + 1, *entry.take.pins}
         for version in sorted(kept.intersection(fact.dropped)):
             message = f"drops version {version}, which retention keeps"
-            findings.add("policies", who, message, expected="kept", found=list(fact.dropped))
+            findings.add("policies", who, message, expected="kept", actual=list(fact.dropped))
 
     def _as_taken(self, entry: StepEntry, take: TakeBatch) -> None:
         taken = {group.group: group for group in take.groups}
@@ -101,7 +101,7 @@ class _Look:
                     name,
                     message,
                     expected=_in_words(taken.get(name)),
-                    found=_in_words(trained.get(name)),
+                    actual=_in_words(trained.get(name)),
                 )
 
     def group(self, entry: StepEntry, taken: TakenGroup) -> None:
@@ -116,15 +116,15 @@ class _Look:
         if step > spec.deadline:
             message = f"was trained beyond its deadline (version {spec.version})"
             findings.add(
-                "C3", taken.group, message, expected=f"step <= {spec.deadline}", found=step
+                "C3", taken.group, message, expected=f"step <= {spec.deadline}", actual=step
             )
         if staleness_of(step, spec.version) < 0:
             message = "was trained before its version was there"
-            findings.add("C3", taken.group, message, expected=f">= {spec.version}", found=step)
+            findings.add("C3", taken.group, message, expected=f">= {spec.version}", actual=step)
         stamped = (spec.version, spec.deadline)
         message = f"step {step} names another version or deadline than its dispatch"
         findings.same(
-            "C3", taken.group, message, expected=stamped, found=(taken.version, taken.deadline)
+            "C3", taken.group, message, expected=stamped, actual=(taken.version, taken.deadline)
         )
         for trajectory in taken.trajectories:
             self._trained(trajectory, step, group.requests)
@@ -135,7 +135,7 @@ class _Look:
         bound = [logged.fact.trajectory for logged in group.bound]
         trained = [trajectory.trajectory for trajectory in taken.trajectories]
         message = f"step {step} does not hold exactly its logged trajectories, in order"
-        self._findings.same("C2", taken.group, message, expected=bound, found=trained)
+        self._findings.same("C2", taken.group, message, expected=bound, actual=trained)
 
     def _trained(
         self, trajectory: TakenTrajectory, step: int, samples: Mapping[str, RequestHistory]
@@ -148,9 +148,11 @@ class _Look:
             return
         if entry.trained is not None:
             message = "is trained twice"
-            findings.add("C2", who, message, expected=f"step {entry.trained}", found=f"step {step}")
+            findings.add(
+                "C2", who, message, expected=f"step {entry.trained}", actual=f"step {step}"
+            )
         entry.trained = step
-        if entry.bound is not None and _is_named(entry.bound, trajectory):
+        if entry.bound is not None and entry.bound.taken == trajectory:
             return
         logged = self._ledger.accounts.logged.get((trajectory.partition, trajectory.offset))
         where = f"trajectories:{trajectory.partition}:{trajectory.offset}"
@@ -163,11 +165,11 @@ class _Look:
         elif logged.status != "bound":
             message = f"step {step} trained a {logged.status} record ({where})"
             bound = "nothing" if entry.bound is None else _place(entry.bound.taken)
-            findings.add("batches", who, message, expected=bound, found=_place(trajectory))
+            findings.add("batches", who, message, expected=bound, actual=_place(trajectory))
         else:
             message = f"step {step} names another record than `trajectory logged`"
-            expected, found = _place(logged.taken), _place(trajectory)
-            findings.add("batches", who, message, expected=expected, found=found)
+            expected, actual = _place(logged.taken), _place(trajectory)
+            findings.add("batches", who, message, expected=expected, actual=actual)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
         """Return the group with the log's incarnations, attempts and digests."""
@@ -186,7 +188,7 @@ class _Look:
             trajectory.trajectory
         )
         bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(key)
-        if sha256 is None and bound is not None and _is_named(bound, trajectory):
+        if sha256 is None and bound is not None and bound.taken == trajectory:
             return trajectory
         logged = self._ledger.accounts.logged.get(key)
         if logged is None or group_of(logged.fact.trajectory) != group_of(trajectory.trajectory):
@@ -195,22 +197,10 @@ class _Look:
         return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
 
 
-def _is_named(logged: RecordLogged, trajectory: TakenTrajectory) -> bool:
-    fact = logged.fact
-    return (
-        fact.trajectory == trajectory.trajectory
-        and fact.attempt == trajectory.attempt
-        and fact.incarnation == trajectory.incarnation
-        and fact.partition == trajectory.partition
-        and fact.offset == trajectory.offset
-        and fact.sha256 == trajectory.sha256
-    )
-
-
 def _place(trajectory: TakenTrajectory) -> str:
     where = f"trajectories:{trajectory.partition}:{trajectory.offset}"
-    place = f"attempt {trajectory.attempt} of incarnation {trajectory.incarnation} at {where}"
-    return f"{place}, sha256 {trajectory.sha256}"
+    attempt = f"attempt {trajectory.attempt} of incarnation {trajectory.incarnation}"
+    return f"{attempt} at {where}, sha256 {trajectory.sha256}"
 
 
 def _in_words(group: TakenGroup | None) -> str:

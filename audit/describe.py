@@ -34,15 +34,12 @@ from dora_pipe.store.store import PolicyStore, as_store
 
 Description = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text with special tokens."""
 
 CUT_AT: Final = 120
 """Shown characters of an agent's answer."""
 
 TRACE: Final = "trace"
-
 CONTEXTS: Final = "contexts"
-
 CALLS: Final = "calls"
 
 DAMAGE: Final = "damage"
@@ -259,7 +256,7 @@ class _Describer:
         records = [record for record in self._history.records if record.fact.trajectory == name]
         return [
             {
-                "place": f"trajectories:{record.fact.partition}:{record.fact.offset}",
+                "position": f"trajectories:{record.fact.partition}:{record.fact.offset}",
                 "status": record.status,
                 "attempt": record.fact.attempt,
                 "worker": _worker(record.fact.worker, record.fact.incarnation),
@@ -267,7 +264,7 @@ class _Describer:
                 "logged": f"control:{record.offset}",
                 "bytes": record.fact.bytes,
                 "sha256": record.fact.sha256,
-                "found": fault_of(self._record(record.fact), record.fact) or "as logged",
+                "comparison": fault_of(self._record(record.fact), record.fact) or "as logged",
             }
             for record in records
         ]

@@ -32,7 +32,6 @@ class EffectiveConfig:
 
     @property
     def steps(self) -> int:
-        """Steps after which the run ends."""
         steps = self.config.run.steps
         return steps if self.stop_at is None else min(steps, self.stop_at)
 

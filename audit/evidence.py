@@ -42,9 +42,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights: tuple[Sampler, ...]
     answer: str = ""
     error: str = ""
-    """Reason for an invalid reward, as control repeats it."""
     parts: dict[str, float] = {}
-    """Reward parts that control repeats."""
     contexts: int = 1
     calls: int = 0
     fault: str = ""
@@ -54,8 +52,10 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the sampled segments, in order."""
         return [segment.version for segment in self.sampled]
+
+
+_OF_META: Final = Content.__struct_fields__[: Content.__struct_fields__.index("version")]
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,7 +64,6 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offset: int
     bytes: int
     sha256: str
-    """Digest of the stored value."""
     headers: Headers | None
     header_error: str = ""
     content: Content | None = None
@@ -131,15 +130,7 @@ def _open(value: bytes, headers: Headers) -> tuple[Content | None, str, tuple[st
 def _content(described: Described, fault: str) -> Content:
     meta = described.meta
     return Content(
-        group_size=meta.group_size,
-        sample=meta.sample,
-        source=meta.source,
-        task=meta.task,
-        dataset_digest=meta.dataset_digest,
-        index=meta.index,
-        data_epoch=meta.data_epoch,
-        seed=meta.seed,
-        finish=meta.finish,
+        **{name: getattr(meta, name) for name in _OF_META},
         version=described.version,
         sampled=tuple([segment for segment in described.segments if segment.kind == "model"]),
         weights=meta.weights,
@@ -181,7 +172,6 @@ class EvidenceBuffer:
     def __init__(self) -> None:
         self.spilled: SpillStore | None = None
         self.positions: dict[int, int] = {}
-        """Next offset per partition."""
         self.last: dict[int, tuple[int, str]] = {}
         """Last record read, per partition."""
         self.waiting: dict[Place, Evidence] = {}

@@ -162,19 +162,8 @@ STEPS_HELD_MAX: Final = 32
 """Open contributions files; groups are roughly in step order."""
 
 _ARRAYS: Final = ("token_ids", "logprobs", "sampler_logprobs", "loss_mask", "segments")
-_CONTRIBUTED: Final = (
-    "advantage",
-    "ratio_mean",
-    "ratio_min",
-    "ratio_max",
-    "clipped_share",
-    "kl",
-    "loss_share",
-    "minibatch",
-    "micro_batch",
-    "weight_mean",
-    "masked_share",
-)
+_SHARED: Final = ("trajectory", "group", "version", "staleness", "reward", "tokens")
+_CONTRIBUTED: Final = tuple(name for name in CONTRIBUTIONS.names if name not in _SHARED)
 
 
 DECIDED: Final = """
@@ -236,9 +225,7 @@ class ExportResult:
     rows: int
     bytes: int
     left_out: int
-    """Records that do not count or are unreadable."""
     damage: Damage
-    """Missing or differing records."""
 
 
 def export_parquet(
@@ -277,10 +264,8 @@ def export_parquet(
 def export_policy(
     catalogue: Catalogue, store: PolicyStore | Path, version: int, directory: Path
 ) -> str:
-    """Write a version for `from_pretrained`; return its weights digest.
-
-    Raises UsageError for an unpublished version, PolicyError for missing files.
-    """
+    """Write a version for `from_pretrained`; return its weights digest. Raises UsageError for an
+    unpublished version, PolicyError for missing files."""
     published = dict(catalogue.query("select version, digest from versions"))
     run = catalogue.one("select assets_digest from runs")
     if version not in published or run is None:

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Check = Literal[
-    "C1",
-    "C2",
-    "C3",
-    "steps",
-    "batches",
-    "rounds",
-    "decisions",
-    "control",
-    "records",
-    "policies",
+    "C1", "C2", "C3", "steps", "batches", "rounds", "decisions", "control", "records", "policies"
 ]
 """In report order."""
 
@@ -32,7 +23,6 @@ CHECKS: Final[dict[Check, str]] = {
     "records": "every trajectory record matches its event; none is missing or foreign",
     "policies": "weights, contributions and checkpoints of commits exist, unchanged",
 }
-"""What each check requires."""
 
 MIXED: Final = (
     "declared off (partial_rollout): versions never decrease, from the dispatch to the trainer's, "
@@ -46,8 +36,6 @@ NAMED_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A violation."""
-
     check: Check
     subject: str
     """Id: a group, a trajectory, ``step 7``, ``round 12``, a file."""
@@ -73,7 +61,13 @@ class Findings:
         self.total = 0
 
     def add(
-        self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
+        self,
+        check: Check,
+        subject: str,
+        message: str,
+        *,
+        expected: object = "",
+        actual: object = "",
     ) -> None:
         self.count[check] += 1
         self.total += 1
@@ -83,16 +77,15 @@ class Findings:
                 subject=subject,
                 message=message,
                 expected=str(expected),
-                found=str(found),
+                found=str(actual),
             )
             self.violations.append(violation)
 
     def same(
-        self, check: Check, subject: str, message: str, *, expected: object, found: object
+        self, check: Check, subject: str, message: str, *, expected: object, actual: object
     ) -> bool:
-        """Return whether two values are equal; add a violation if not."""
         self.looked[check] += 1
-        if expected == found:
+        if expected == actual:
             return True
-        self.add(check, subject, message, expected=expected, found=found)
+        self.add(check, subject, message, expected=expected, actual=actual)
         return False

@@ -20,7 +20,6 @@ from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import Outcome
 
 Bucket = tuple[int, int]
-"""Token range, both ends included."""
 
 
 def bucket_of(tokens: int) -> Bucket:
@@ -33,8 +32,6 @@ def bucket_of(tokens: int) -> Bucket:
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """Totals over groups."""
-
     groups: Counter[str] = field(default_factory=Counter)
     trajectories: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -42,10 +39,8 @@ class Sums:
     bounds: Counter[int] = field(default_factory=Counter)
     """By deadline minus version."""
     lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
-    """By length and outcome."""
     length_tokens: Counter[Bucket] = field(default_factory=Counter)
     engines: Counter[int] = field(default_factory=Counter)
-    """By engine of the record that counts."""
     engine_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupHistory, times: int = 1) -> None:
@@ -154,9 +149,9 @@ class AuditedGroups(GroupLedger):
         message: str,
         *,
         expected: object = "",
-        found: object = "",
+        actual: object = "",
     ) -> None:
-        self._findings.add(check, subject, message, expected=expected, found=found)
+        self._findings.add(check, subject, message, expected=expected, actual=actual)
 
     def sample_ended(self, group: GroupHistory) -> None:
         self.on_sample_ended(group)

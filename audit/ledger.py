@@ -11,13 +11,7 @@ from collections import Counter
 import msgspec
 
 from dora_pipe.audit.effective_config import EffectiveConfig
-from dora_pipe.audit.entries import (
-    Attempted,
-    Serving,
-    StepEntry,
-    Taken,
-    VersionEntry,
-)
+from dora_pipe.audit.entries import Attempted, Serving, StepEntry, Taken, VersionEntry
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
 from dora_pipe.audit.legality import Legality
@@ -62,8 +56,6 @@ from dora_pipe.store.adapters import stands_on
 
 
 class Ledger:
-    """Ledger of one run."""
-
     def __init__(self, run: str, findings: Findings) -> None:
         self.run = run
         self.findings = findings
@@ -72,7 +64,6 @@ class Ledger:
         self.config: Config | None = None
         """As started; `Legality` follows changes."""
         self.steps: SpillDict[int, StepEntry] = SpillDict()
-        """First commit of each step."""
         self.versions: SpillDict[int, VersionEntry] = SpillDict()
         self.version = -1
         """-1 before version 0."""
@@ -119,7 +110,6 @@ class Ledger:
             worker.assigned = {v: time_ns for v, time_ns in worker.assigned.items() if v >= before}
 
     def apply(self, turn: FoldedRound) -> None:
-        """Book a round after its events."""
         ordinal = -1 if turn.round is None else turn.round.ordinal
         if turn.round is not None:
             self.rounds += 1
@@ -189,14 +179,14 @@ class Ledger:
                     self.dropped.update(record.versions)
 
     def _wrong(
-        self, moment: Moment, message: str, expected: object = "", found: object = ""
+        self, moment: Moment, message: str, expected: object = "", actual: object = ""
     ) -> None:
         where = f"control:{moment.offset}"
-        self.findings.add("control", where, message, expected=expected, found=found)
+        self.findings.add("control", where, message, expected=expected, actual=actual)
 
     def _run_started(self, fact: RunStarted, moment: Moment) -> None:
         if fact.run != self.run:
-            self._wrong(moment, "starts another run", expected=self.run, found=fact.run)
+            self._wrong(moment, "starts another run", expected=self.run, actual=fact.run)
             return
         if self.started is not None:
             self._wrong(moment, "starts the run a second time")
@@ -216,11 +206,11 @@ class Ledger:
     def _check_start(self, fact: RunStarted, config: Config, moment: Moment) -> None:
         where, findings = f"control:{moment.offset}", self.findings
         message = "the configuration of `run started` is not the one of its digest"
-        found = config_digest(fact.config)
-        findings.same("control", where, message, expected=fact.config_digest, found=found)
+        actual = config_digest(fact.config)
+        findings.same("control", where, message, expected=fact.config_digest, actual=actual)
         message = "`run started` names another run or seed than its configuration"
         expected = (config.run.name, config.run.seed)
-        findings.same("control", where, message, expected=expected, found=(fact.run, fact.seed))
+        findings.same("control", where, message, expected=expected, actual=(fact.run, fact.seed))
 
     def _published(self, version: VersionEntry) -> None:
         self.versions[version.version] = version
@@ -238,15 +228,15 @@ class Ledger:
         version = self.versions.get(fact.version)
         if version is None:
             self._wrong(
-                moment, f"{fact.worker} hosts version {fact.version}, which was never published"
+                moment, f"{fact.worker} serves version {fact.version}, which was never published"
             )
         elif worker is not None:
             who = f"{fact.worker} at control:{moment.offset}"
-            message = f"hosts other weights than the published ones of version {fact.version}"
-            self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
+            message = f"serves other weights than the published ones of version {fact.version}"
+            self.findings.same("C1", who, message, expected=version.digest, actual=fact.digest)
             if fact.version not in worker.assigned and fact.version not in worker.first_ready:
                 self._undecided(
-                    f"{fact.worker} hosts version {fact.version}", "assigned it", moment
+                    f"{fact.worker} serves version {fact.version}", "assigned it", moment
                 )
             worker.first_ready.setdefault(fact.version, moment.offset)
             self.accounts.fact(moment.offset, fact)
@@ -280,7 +270,7 @@ class Ledger:
             for name in fact.progress:
                 if not self.accounts.was_placed(name, fact.incarnation):
                     self._wrong(
-                        moment, f"{fact.worker} leaves with progress of {name}, not placed there"
+                        moment, f"{fact.worker} leaves with progress of {name}, not scheduled there"
                     )
             self.accounts.fact(moment.offset, fact)
             self.serving.keep(self._living())

@@ -117,7 +117,6 @@ class Legality:
         return training if command.args.get("step", training[0]) == training[0] else None
 
     def sample_ended(self, group: GroupHistory) -> None:
-        """Update the bound for an ended trajectory."""
         if self.in_force is None:
             return
         config = self.in_force.config
@@ -132,12 +131,12 @@ class Legality:
         who = f"step {fact.step}"
         if fact.step > bound.version:
             missing = f"step {bound.version}"
-            self._findings.add("steps", missing, "is missing", expected=missing, found=who)
+            self._findings.add("steps", missing, "is missing", expected=missing, actual=who)
         newest = max((role.incarnation for role in roles if role.role == "trainer"), default=-1)
         if fact.incarnation != newest:
             message = "was committed by a trainer that was out"
-            expected, found = f"incarnation {newest}", fact.incarnation
-            self._findings.add("steps", who, message, expected=expected, found=found)
+            expected, actual = f"incarnation {newest}", fact.incarnation
+            self._findings.add("steps", who, message, expected=expected, actual=actual)
         for taken in fact.groups:
             bound.remove(taken.group)
         self.rows.committed()
@@ -190,16 +189,17 @@ class Legality:
         for request in requests:
             self._place(request, where)
 
-    def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
-        self._findings.add("decisions", subject, message, expected=expected, found=found)
+    def _wrong(
+        self, subject: str, message: str, expected: object = "", actual: object = ""
+    ) -> None:
+        self._findings.add("decisions", subject, message, expected=expected, actual=actual)
 
     def _worker(self, name: str, incarnation: int, where: str, *verb: str) -> WorkerHistory | None:
         worker: WorkerHistory | None = self._ledger.accounts.workers.get(incarnation)
         if worker is None or worker.name != name:
             action = " ".join(verb)
             self._wrong(
-                where,
-                f"{action} names {name} of incarnation {incarnation}, which never joined",
+                where, f"{action} names {name} of incarnation {incarnation}, which never joined"
             )
             return None
         if worker.gone is not None:
@@ -249,25 +249,25 @@ class Legality:
         group = accounts.open.get(name) or accounts.groups.get(name)
         entry = None if group is None else group.requests.get(who)
         if group is None or entry is None:
-            self._wrong(who, f"is placed in {where} but was never dispatched")
+            self._wrong(who, f"is scheduled in {where} but was never dispatched")
             return
         if group.spec is not decision.spec and group.spec != decision.spec:
-            expected, found = _differing(group.spec, decision.spec)
-            message = f"is placed in {where} with another spec than its group's dispatch"
-            self._wrong(who, message, expected, found)
+            expected, actual = _differing(group.spec, decision.spec)
+            message = f"is scheduled in {where} with another spec than its group's dispatch"
+            self._wrong(who, message, expected, actual)
         attempt = entry.attempts[-1].attempt + 1 if entry.attempts else 1
         if decision.attempt != attempt:
-            message = f"is placed in {where} under a wrong attempt"
+            message = f"is scheduled in {where} under a wrong attempt"
             self._wrong(who, message, attempt, decision.attempt)
         if group.outcome is not None or entry.over:
-            self._wrong(who, f"is placed in {where} although it has ended")
+            self._wrong(who, f"is scheduled in {where} although it has ended")
         elif group.closed:
-            self._wrong(who, f"is placed in {where} although its group does not wait for it")
+            self._wrong(who, f"is scheduled in {where} although its group does not wait for it")
         elif entry.attempts and not entry.waiting:
-            self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
+            self._wrong(who, f"is scheduled in {where} while attempt {attempt - 1} runs")
         worker = self._worker(decision.worker, decision.incarnation, where, "place", who)
         if worker is not None and not self._hosts(worker, group.spec):
-            message = f"is placed in {where} on {decision.worker}, assigned to another version"
+            message = f"is scheduled in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
 
     def _move(self, decision: Migrate, where: str) -> None:
@@ -280,8 +280,8 @@ class Legality:
             return
         present = None if entry.running is None else entry.running.key
         if present != (decision.attempt, decision.incarnation):
-            found = f"attempt {decision.attempt} on incarnation {decision.incarnation}"
-            self._wrong(who, f"moves in {where} from where it does not run", present, found)
+            actual = f"attempt {decision.attempt} on incarnation {decision.incarnation}"
+            self._wrong(who, f"moves in {where} from where it does not run", present, actual)
         source = self._worker(decision.worker, decision.incarnation, where, "move", who)
         if not decision.to:
             if source is not None and source.target != NO_VERSION:
@@ -309,14 +309,14 @@ class Legality:
             self._wrong(who, f"is to be scored in {where} again, without need")
         attempt = len(scoring.asked) + 1
         message = f"is to be scored in {where} under a wrong attempt"
-        self._findings.same("decisions", who, message, expected=attempt, found=decision.attempt)
+        self._findings.same("decisions", who, message, expected=attempt, actual=decision.attempt)
         open_samples = () if group.closed else group.open_samples
         message = f"is to be scored in {where} before all its samples have ended"
-        expected, found = group.spec.samples, group.spec.samples - len(open_samples)
-        self._findings.same("decisions", who, message, expected=expected, found=found)
+        expected, actual = group.spec.samples, group.spec.samples - len(open_samples)
+        self._findings.same("decisions", who, message, expected=expected, actual=actual)
         valid = tuple(record.taken for record in results if record.fact.reward is not None)
         message = f"is to be scored in {where} by other records than its valid samples'"
-        self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
+        self._findings.same("decisions", who, message, expected=valid, actual=decision.trajectories)
 
     def _hosts(self, worker: WorkerHistory, spec: GroupSpec) -> bool:
         """Report whether a worker may sample for a group: later versions need partial rollout."""
@@ -393,14 +393,14 @@ class Legality:
             self._wrong(taken.group, f"is taken by {who} but was never dispatched")
             return
         stamped = (group.spec.version, group.spec.deadline)
-        found = (taken.version, taken.deadline)
+        actual = (taken.version, taken.deadline)
         message = f"is taken by {who} with another version or deadline than it was dispatched with"
-        self._findings.same("C3", taken.group, message, expected=stamped, found=found)
+        self._findings.same("C3", taken.group, message, expected=stamped, actual=actual)
         if group.closed and group.open_samples:
             self._wrong(taken.group, f"is taken by {who} before its other trajectories have ended")
         scored = {} if group.scoring is None else group.scoring.rewards
         message = f"is taken by {who} with other rewards than `group scored`"
-        self._findings.same("batches", taken.group, message, expected=scored, found=taken.rewards)
+        self._findings.same("batches", taken.group, message, expected=scored, actual=taken.rewards)
 
     def _end(self, decision: End, where: str) -> None:
         group = self._ledger.accounts.groups.get(decision.group)
@@ -429,9 +429,9 @@ class Legality:
         due, open_samples = group.closed or "waited for", group.open_samples
         message = f"loses samples in {where} as what they are not"
         same = self._findings.same
-        same("decisions", decision.group, message, expected=due, found=decision.outcome)
+        same("decisions", decision.group, message, expected=due, actual=decision.outcome)
         message = f"loses other samples in {where} than have not ended"
-        same("decisions", decision.group, message, expected=open_samples, found=decision.samples)
+        same("decisions", decision.group, message, expected=open_samples, actual=decision.samples)
 
     def expired(self, expiry: GroupExpired, moment: Moment) -> GroupHistory | None:
         """Return the group that a round reports as timed out, if possible."""
@@ -455,9 +455,9 @@ class Legality:
         if self.in_force is not None and self.bound.version < self.in_force.steps:
             message = f"is missing, although {where} stops the run"
             expected = f"{self.in_force.steps} steps"
-            found = f"{self.bound.version} steps"
+            actual = f"{self.bound.version} steps"
             missing = f"step {self.bound.version}"
-            self._findings.add("steps", missing, message, expected=expected, found=found)
+            self._findings.add("steps", missing, message, expected=expected, actual=actual)
         for name in self._ledger.accounts.open:
             self._findings.add("C2", name, f"is open although {where} stops the run")
 
@@ -497,18 +497,18 @@ def check_spec(decision: Dispatch, before: Counter[str], ledger: Booked, config:
     fields = _expected(decision, started, config, before)
     findings.looked["decisions"] += len(fields)
     for name, expected in fields.items():
-        if (found := getattr(spec, name)) != expected:
+        if (actual := getattr(spec, name)) != expected:
             message = f"is dispatched with a wrong {name.replace('_', ' ')}"
-            findings.add("decisions", who, message, expected=expected, found=found)
+            findings.add("decisions", who, message, expected=expected, actual=actual)
     newest = ledger.version
     message = "is not dispatched under the newest version"
-    findings.same("decisions", who, message, expected=newest, found=spec.version)
+    findings.same("decisions", who, message, expected=newest, actual=spec.version)
     version = ledger.versions.get(spec.version)
     if version is None:
         findings.add("C1", who, f"is dispatched under version {spec.version}, never published")
         return
     message = f"is dispatched with other weights than the published ones of version {spec.version}"
-    findings.same("C1", who, message, expected=version.digest, found=spec.digest)
+    findings.same("C1", who, message, expected=version.digest, actual=spec.digest)
 
 
 def _expected(

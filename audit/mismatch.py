@@ -57,10 +57,8 @@ class Scorer(Protocol):
     def score_through(
         self, rows: Sequence[Row], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
-        """Return log-probs with these experts, and numbers of differing and of all choices.
-
-        Raises PolicyError.
-        """
+        """Return log-probs with these experts, and numbers of differing and of all choices. Raises
+        PolicyError."""
         ...
 
 
@@ -96,7 +94,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class RatioMetrics:
     """Log ratios of one cause or the sum, in nats."""
 
     cause: str
@@ -107,7 +105,6 @@ class Figures:
     p99: float
     """99th percentile of absolute values."""
     largest: float
-    """Largest absolute value."""
     share: float | None
     """Mean product with the sum over the sum's mean square; all shares add up to 1. None if the sum
     is 0."""
@@ -143,9 +140,9 @@ class Mismatch:
     step: int
     trajectories: int
     tokens: int
-    metrics: tuple[Figures, ...]
+    metrics: tuple[RatioMetrics, ...]
     """Per cause, then "trained" (the objective's ratio) and "all"."""
-    by_staleness: Mapping[int, Figures]
+    by_staleness: Mapping[int, RatioMetrics]
     tokenization: Retokenized | None
     rerouted: Rerouted | None = None
 
@@ -155,10 +152,8 @@ class Mismatch:
             "step": self.step,
             "trajectories": self.trajectories,
             "tokens": self.tokens,
-            "causes": {figures.cause: _plain(figures) for figures in self.metrics},
-            "by_staleness": {
-                str(key): _plain(figures) for key, figures in self.by_staleness.items()
-            },
+            "causes": {ratios.cause: _plain(ratios) for ratios in self.metrics},
+            "by_staleness": {str(key): _plain(ratios) for key, ratios in self.by_staleness.items()},
             "tokenization": None if retokenized is None else _plain(retokenized),
             **({} if self.rerouted is None else {"rerouted": _plain(self.rerouted)}),
         }
@@ -167,10 +162,8 @@ class Mismatch:
 def measure(
     batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Encoder | None = None
 ) -> Mismatch:
-    """Measure a batch; loads each version once, ascending.
-
-    Raises PolicyError for unusable weights, and what `weights_of` raises.
-    """
+    """Measure a batch; loads each version once, ascending. Raises PolicyError for unusable weights,
+    and what `weights_of` raises."""
     trajectories = [
         trajectory
         for group in batch.groups
@@ -308,7 +301,6 @@ def report(
     tokenization: Retokenized | None,
     rerouted: Rerouted | None = None,
 ) -> Mismatch:
-    """Aggregate a batch."""
     causes = CAUSES if rerouted is None else (*CAUSES, ROUTING)
     joined = {cause: _join([getattr(part, cause) for part in splits]) for cause in causes}
     total = _join([part.total for part in splits])
@@ -331,10 +323,10 @@ def report(
     )
 
 
-def metrics_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
+def metrics_of(cause: str, values: Numbers, total: Numbers | None) -> RatioMetrics:
     """Aggregate one cause, with its share of `total` if given."""
     sizes = np.abs(values)
-    return Figures(
+    return RatioMetrics(
         cause=cause,
         tokens=len(values),
         mean=float(values.mean()) if len(values) else 0.0,
@@ -434,5 +426,5 @@ def _share(values: Numbers, total: Numbers) -> float | None:
     return float(values @ total) / square if square else None
 
 
-def _plain(value: Figures | Retokenized | Rerouted) -> dict[str, Any]:
+def _plain(value: RatioMetrics | Retokenized | Rerouted) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__ if name != "cause"}

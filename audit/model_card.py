@@ -14,9 +14,7 @@ from dora_pipe.ledger.evaluations import Interval, evaluations_of
 
 CARD: Final = "README.md"
 GENERATION: Final = "generation_config.json"
-
 _FRONT: Final = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-
 _SAMPLING: Final = frozenset({"do_sample", "temperature", "top_p", "top_k", "min_p"})
 
 
@@ -67,7 +65,7 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
         step = catalogue.records("select * from steps where step = ?", [version - 1])[0]
         parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
         metrics = json.loads(step["metrics"])
-        parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in metrics.items()])]
+        parts += ["", _table(("metric", "value"), [(k, f"{v:.6g}") for k, v in metrics.items()])]
     evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
     rows = [
         (
@@ -81,7 +79,7 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
         for name, value in evaluation.metrics.items()
     ]
     if rows:
-        columns = ("evaluation", "version", "figure", "value", "95 % interval over prompts")
+        columns = ("evaluation", "version", "metric", "value", "95 % interval over prompts")
         parts += ["\n## Evaluation\n", _table(columns, rows)]
     parts += ["\n## Made again\n", *_made_again(name, version)]
     return "\n".join(parts) + "\n"

@@ -39,8 +39,6 @@ STOP_RUN: Final = b'"kind":"stop-run"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCandidate:
-    """An unneeded file."""
-
     file: Listed
     why: Why
     version: int | None = None
@@ -111,10 +109,8 @@ def plan_prune(
 def prune(
     bus: Bus, topics: Topics, store: PolicyStore, plan: PrunePlan, *, user: str, clock: Clock
 ) -> int:
-    """Log the dropped versions, delete the files, return their number.
-
-    Raises BusError before any deletion, ResourceError.
-    """
+    """Log the dropped versions, delete the files, return their number. Raises BusError before any
+    deletion, ResourceError."""
     if plan.versions:
         record = VersionsDropped(at_ns=clock.wall_ns(), user=user, versions=plan.versions)
         with closing(bus.writer()) as writer:
@@ -191,10 +187,8 @@ _OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
 def plan_blobs(
     bus: Bus, topics: Topics, store: PolicyStore, *, clock: Clock, age_min_s: float = AGE_MIN_S
 ) -> PrunePlan:
-    """Plan blob deletion; reads the log only if a blob is old enough.
-
-    Raises ResourceError, BusError.
-    """
+    """Plan blob deletion; reads the log only if a blob is old enough. Raises ResourceError,
+    BusError."""
     listed = store.blobs()
     latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
     ours = (blob for blob in listed if _OURS.fullmatch(_last(blob)))

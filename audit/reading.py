@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from dora_pipe.bus.base import ends_of, records_of, records_until
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.database import LoggedRecord
@@ -71,7 +72,6 @@ def horizon_of(bus: Bus, topics: Topics) -> Horizon:
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
-    """Return the record at an offset, if any."""
     return next(iter(records_at(bus, tp, [offset])), None)
 
 
@@ -87,29 +87,12 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
 
 
 def trajectories_of(
-    log: OpenLog, expected: dict[tuple[int, int], LoggedRecord], damage: Damage
+    log: OpenLog, expected: Mapping[tuple[int, int], LoggedRecord], damage: Damage
 ) -> Iterator[Trajectory]:
-    """Yield these trajectories in one pass, checked against control; empties `expected`."""
-    for record in records_of(log.bus, ends_of(log.bus, log.topics.trajectories)):
-        named = expected.pop((record.partition, record.offset), None)
-        if named is not None and damage.is_sound(record, named):
+    """Yield these trajectories, checked against control."""
+    with closing(PlaceReader(log.bus, log.topics.trajectories)) as reader:
+        for record, named in reader.named(expected.values(), damage):
             yield logged_trajectory(record, named)
-    damage.look_for_the_rest(expected)
-
-
-def named_records(
-    log: OpenLog, rows: Iterable[LoggedRecord], damage: Damage
-) -> Iterator[tuple[Record, LoggedRecord]]:
-    """Look up records one by one, checked against control."""
-    places: dict[int, dict[int, LoggedRecord]] = {}
-    for row in rows:
-        places.setdefault(row.partition, {})[row.offset] = row
-    for partition, expected in sorted(places.items()):
-        source = TopicPartition(log.topics.trajectories, partition)
-        for record in records_at(log.bus, source, list(expected)):
-            if damage.is_sound(record, named := expected.pop(record.offset)):
-                yield record, named
-        damage.look_for_the_rest({(partition, offset): row for offset, row in expected.items()})
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:

@@ -58,14 +58,11 @@ class PrefillSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regenerated:
-    """Result of a regeneration."""
-
     trajectory: str
     version: int
     prefills: int
     tokens: int
     difference: str
-    """First difference, or ""."""
 
     @property
     def equal(self) -> bool:
@@ -184,11 +181,8 @@ def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
 def engines_of(
     bus: Bus, topics: Topics, catalogue: Catalogue, trajectories: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return trajectories by engine.
-
-    Raises UsageError for an id without a record or with several engines, whose random streams
-    differ.
-    """
+    """Return trajectories by engine. Raises UsageError for an id without a record or with several
+    engines, whose random streams differ."""
     by_engine: dict[str, list[str]] = {}
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
     for name in sorted(trajectories):
@@ -376,9 +370,9 @@ def _compare(run: _Run, segment: PrefillSegment) -> str:
     size, recorded = segment.end - segment.start, run.recorded
     ids = list(recorded.token_ids[segment.start : segment.end])
     sampled = run.ids if segment.whole else run.ids[:size]
-    for index, (found, expected) in enumerate(zip(sampled, ids, strict=False)):
-        if found != expected:
-            return f"token {segment.start + index} is {found}, recorded is {expected}"
+    for index, (actual, expected) in enumerate(zip(sampled, ids, strict=False)):
+        if actual != expected:
+            return f"token {segment.start + index} is {actual}, recorded is {expected}"
     if len(sampled) != size:
         return f"{len(sampled)} tokens after the prefill at {segment.start}, recorded are {size}"
     pairs = (("logprobs", run.logprobs), ("sampler_logprobs", run.sampler))

@@ -37,8 +37,6 @@ class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups with one outcome."""
-
     outcome: str
     groups: int
     trajectories: int
@@ -77,8 +75,6 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `audit`."""
-
     run: str
     finished: bool
     rounds: int
@@ -88,7 +84,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with adopted weights, not reproducible."""
     records: int
     record_bytes: int
-    standings: dict[str, int]
+    record_statuses: dict[str, int]
     """Bound, superseded, fenced, pending."""
     one_version_share: float | None
     """C1: share of records with one version and its published digest."""
@@ -118,7 +114,6 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_share(self) -> float | None:
-        """Share of records with several versions."""
         total = sum(self.versions_each.values())
         mixed = sum(count for versions, count in self.versions_each.items() if versions > 1)
         return mixed / total if total else None
@@ -148,7 +143,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, results: Seen) -> AuditReport:
         adopted=tuple(adoption.step for adoption in ledger.adopted),
         records=results.records,
         record_bytes=results.bytes,
-        standings=dict(sorted(results.standings.items())),
+        record_statuses=dict(sorted(results.statuses.items())),
         one_version_share=results.one_version / logged if logged else None,
         partial_rollout=ledger.partial_rollout,
         versions_each=dict(sorted(results.mixed.items())),
@@ -174,7 +169,6 @@ def report_of(ledger: Ledger, fold: FoldCheck, results: Seen) -> AuditReport:
 
 
 def notes_of(ledger: Ledger) -> list[str]:
-    """Return notes, which are no violations."""
     notes = [
         f"step {adoption.step}: its weights were adopted, not reproduced ({adoption.reason})"
         for adoption in ledger.adopted
@@ -248,7 +242,6 @@ def _share(outcomes: dict[str, int]) -> float | None:
 
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
-    """Return totals by engine."""
     return tuple(
         EngineLine(
             engine=key[0],
@@ -264,7 +257,6 @@ def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
 
 
 def not_declared(ledger: Ledger) -> dict[str, tuple[str, ...]]:
-    """Return missing capabilities by engine."""
     engines = ledger.accounts.engines.items()
     return {f"{key[0]} {key[1]}": engine.missing for key, engine in engines if engine.missing}
 

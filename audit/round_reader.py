@@ -23,7 +23,7 @@ from dora_pipe.schemas.wire import Unknown, sha256_hex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A control record; `record` is None if unreadable."""
+    """A control record; `record`: None if unreadable."""
 
     offset: int
     key: bytes
@@ -113,7 +113,7 @@ class RoundReader:
                 continue
             if record.key:
                 who = f"round {round_.ordinal}"
-                findings.add("rounds", who, "has a key", expected="none", found=record.key)
+                findings.add("rounds", who, "has a key", expected="none", actual=record.key)
             folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
             _check_link(cursor, round_, folded, findings)
             cursor.offset, cursor.sha256 = record.offset, sha256_hex(record.value)
@@ -158,7 +158,7 @@ class _Facts:
                 who,
                 "goes back in control",
                 expected=f"control_next >= {self._cursor.control_next}",
-                found=position,
+                actual=position,
             )
         if position > self._end and not self._cursor.cut:
             self._cursor.cut = True
@@ -167,7 +167,7 @@ class _Facts:
                 who,
                 "folds control records that are not there: the log was cut",
                 expected=f"control_next <= {self._end}",
-                found=position,
+                actual=position,
             )
         self._cursor.control_next = max(position, self._cursor.control_next)
         taken: list[Fact] = []
@@ -197,16 +197,16 @@ def _check_link(
     cursor: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings
 ) -> None:
     who, first = f"round {round_.ordinal}", cursor.offset < 0
-    findings.same("rounds", who, "wrong ordinal", expected=cursor.round + 1, found=round_.ordinal)
+    findings.same("rounds", who, "wrong ordinal", expected=cursor.round + 1, actual=round_.ordinal)
     if not first and round_.now_ns < cursor.now_ns:
-        found, floor = round_.now_ns, f">= {cursor.now_ns}"
-        findings.add("rounds", who, "goes back in time", expected=floor, found=found)
+        actual, floor = round_.now_ns, f">= {cursor.now_ns}"
+        findings.add("rounds", who, "goes back in time", expected=floor, actual=actual)
     if not first and round_.incarnation < cursor.incarnation:
-        found, floor = round_.incarnation, f">= {cursor.incarnation}"
-        findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
+        actual, floor = round_.incarnation, f">= {cursor.incarnation}"
+        findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, actual=actual)
     content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
     chain = chain_of(cursor.chain, content, round_)
     message = "the chain is broken: this round, or a control record it folds, was changed"
-    findings.same("rounds", who, message, expected=chain, found=round_.chain)
+    findings.same("rounds", who, message, expected=chain, actual=round_.chain)
     cursor.round, cursor.now_ns = round_.ordinal, round_.now_ns
     cursor.incarnation, cursor.chain = round_.incarnation, round_.chain

@@ -16,15 +16,12 @@ from dora_pipe.schemas.rounds import Dispatch
 
 @dataclass(slots=True, kw_only=True)
 class RowLedger:
-    """Mean rewards by row such as `train/math#17`."""
-
     rewards: dict[str, list[float]] = field(default_factory=dict)
     """Last rewards within the window."""
     held: dict[str, list[tuple[str, float, int]]] = field(default_factory=dict)
     """Results until the next commit: row, mean, window."""
 
     def ended(self, group: GroupHistory, config: Config) -> None:
-        """Add an ended training group."""
         spec = group.spec
         task = next(task for task in config.tasks if task.name == spec.task)
         if task.max_solve_rate is None:

@@ -17,7 +17,6 @@ from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
 
 NUMBER_MAX: Final = (1 << 62) - 1
 ATTEMPT_BITS: Final = 20
-
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 _LETTERS: Final = {group_id(purpose, 0)[0]: bit for bit, purpose in enumerate(_PURPOSES)}
 """Bit of a purpose by the first letter of a group id."""
@@ -43,7 +42,6 @@ class SpillFile:
         self.connection.execute("BEGIN")
 
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
-        """Spill ledger and evidence to the file."""
         ledger.accounts.groups.storage = _Table(self, "groups", _GroupCodec(), _group_number)
         ledger.accounts.workers.storage = _Table(
             self, "workers", _EntryCodec(WorkerHistory), _whole

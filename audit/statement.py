@@ -9,13 +9,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import ResourceError, SchemaError, UsageError
 from dora_pipe.core.pure.records import TopicPartition
@@ -33,10 +34,8 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import Topics
 
 FILE: Final = "statement.json"
-
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "urn:dora-pipe:weights:v1"
-
 READ_BYTES: Final = 1 << 20
 
 TRAINED: Final = (
@@ -44,17 +43,13 @@ TRAINED: Final = (
     " join groups using (group_id)"
     " where trajectories.outcome is null and groups.outcome = 'trained' and step < ?)"
 )
-"""Records trained before a version."""
 
 
 def write_statement(
     bus: Bus, topics: Topics, catalogue: Catalogue, directory: Path, version: int
 ) -> Path:
-    """Write an exported version's statement and return the file.
-
-    Raises UsageError if no round covers the version yet, InvariantBroken for a damaged trained
-    trajectory, ResourceError.
-    """
+    """Write an exported version's statement and return the file. Raises UsageError if no round
+    covers the version yet, InvariantBroken for a damaged trained trajectory, ResourceError."""
     (directory / FILE).unlink(missing_ok=True)
     predicate = _predicate(bus, topics, catalogue, version)
     statement = {
@@ -191,19 +186,13 @@ def _sampled(
     trajectories: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     damage = Damage()
-    for record in records_of(bus, ends_of(bus, topics.trajectories)):
-        logged = expected.pop((record.partition, record.offset), None)
-        if logged is None or not damage.is_sound(record, logged):
-            continue
-        own = [
-            segment
-            for segment in logged_trajectory(record, logged).segments
-            if segment.kind == "model"
-        ]
-        trajectories.update({segment.version for segment in own})
-        for segment in own:
-            tokens[segment.version] += segment.end - segment.start
-    damage.look_for_the_rest(expected)
+    with closing(PlaceReader(bus, topics.trajectories)) as reader:
+        for record, logged in reader.named(expected.values(), damage):
+            segments = logged_trajectory(record, logged).segments
+            own = [segment for segment in segments if segment.kind == "model"]
+            trajectories.update({segment.version for segment in own})
+            for segment in own:
+                tokens[segment.version] += segment.end - segment.start
     damage.raise_if_any(": there is no statement")
     return {version: (trajectories[version], tokens[version]) for version in sorted(tokens)}
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 
-from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
-from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans
+from dora_pipe.observe.traces.spans import Content, contents_of, group_spans, step_spans
 from dora_pipe.observe.traces.tree import Row
 from dora_pipe.schemas.control import AnyControl, WorkerJoined
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import Dispatch, Round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 
 class History:
@@ -92,7 +89,6 @@ class Traces:
         """Differing records; events alone describe them."""
 
     def group(self, *, only: str = "") -> list[Row]:
-        """Return the group's trace, or `only` one trajectory's."""
         run, ended = self._run, self._history.group
         if run is None or ended is None:
             return []
@@ -117,15 +113,8 @@ class Traces:
         return None if started is None else run_facts(started)
 
     def _contents(self, ended: GroupEnded) -> dict[str, Content]:
-        contents: dict[str, Content] = {}
-        for logged in ended.group.results:
-            partition = TopicPartition(self._topics.trajectories, logged.partition)
-            record = record_at(self._bus, partition, logged.offset)
-            if self.damage.is_sound(record, logged) and record is not None:
-                with suppress(SchemaError):
-                    content = content_of(view_trajectory(record.value))
-                    contents[logged.trajectory] = content
-        return contents
+        with closing(PlaceReader(self._bus, self._topics.trajectories)) as reader:
+            return contents_of(reader, ended.group.results, self.damage)
 
 
 def _came_ns(ended: GroupEnded) -> int:

@@ -98,11 +98,7 @@ def command(
 
 
 def bench_audit(
-    urls: Sequence[str],
-    *,
-    tokens: Sequence[int],
-    trajectories: int,
-    repeats: int,
+    urls: Sequence[str], *, tokens: Sequence[int], trajectories: int, repeats: int
 ) -> list[AuditFigure]:
     """Return figures of every log and length; topics are kept.
 

@@ -158,10 +158,7 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
     arrays = _arrays(trajectory)
     return [
         _figure(
-            "trajectory record",
-            trajectory,
-            lambda: encode_trajectory(own)[0],
-            view_trajectory,
+            "trajectory record", trajectory, lambda: encode_trajectory(own)[0], view_trajectory
         ),
         _figure("JSON", trajectory, lambda: msgspec.json.encode(plain), msgspec.json.decode),
         _figure("raw arrays", trajectory, lambda: _join(arrays), _split),

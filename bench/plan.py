@@ -49,13 +49,7 @@ from dora_pipe.schemas.control import (
     WorkerReady,
 )
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
-from dora_pipe.schemas.rounds import (
-    STATE_DIGEST_EVERY,
-    Assign,
-    Migrate,
-    TakeBatch,
-    decode_round,
-)
+from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY, Assign, Migrate, TakeBatch, decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 

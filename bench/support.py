@@ -63,11 +63,7 @@ def measured(spent: Spent) -> Iterator[None]:
 class Child:
     """Child process `python -m MODULE TASK`; exchanges lines, answers are JSON."""
 
-    def __init__(
-        self,
-        module: str,
-        task: Any,
-    ) -> None:
+    def __init__(self, module: str, task: Any) -> None:
         self._name = f"{module} ({type(task).__name__})"
         self._read = b""
         self._process = subprocess.Popen(

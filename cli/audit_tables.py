@@ -33,14 +33,14 @@ def print_report(report: AuditReport) -> None:
 
 
 def _head(report: AuditReport) -> dict[str, Any]:
-    standings = ", ".join(f"{count} {name}" for name, count in report.standings.items())
+    statuses = ", ".join(f"{count} {name}" for name, count in report.record_statuses.items())
     share = report.one_version_share
     served = f"{report.several_versions_seconds:.1f} s of {report.seconds:.1f} s"
     pairs = {
         "run": f"{report.run} ({'finished' if report.finished else 'open'})",
         "steps": report.steps,
         "policy versions": f"{report.versions}, several served at once for {served}",
-        "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
+        "trajectory records": f"{report.records} ({statuses}), {report.record_bytes / 1e6:.1f} MB",
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
         "plans": f"{report.plans} recomputed from the log, all as recorded",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",

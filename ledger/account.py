@@ -52,7 +52,7 @@ from dora_pipe.schemas.rounds import (
 )
 
 GONE_KEPT: Final = 64
-"""Newest incarnations that are out and still tell late records of a worker that left."""
+"""Newest incarnations that are out and still identify late records of a worker that left."""
 
 PLACES_KEPT: Final = 4096
 """Newest records kept to detect a report repeated for lack of an acknowledgment."""
@@ -76,8 +76,6 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
-    """A committed step with the known groups of its batch."""
-
     fact: StepCommitted
     offset: int
     batch: Batch
@@ -175,7 +173,6 @@ class RunAccount:
         """Last commit, or the trainer's start."""
         self.batch: Batch | None = None
         self.parts: list[PartTaken] = []
-        """Parts of the next batch."""
         self._groups = GroupLedger()
         self._places: dict[tuple[int, int], None] = {}
         self._gone: deque[int] = deque()
@@ -215,7 +212,6 @@ class RunAccount:
         return self._next if self.batch is None else self.batch.take.step
 
     def fact(self, offset: int, fact: AnyControl) -> list[LedgerEvent]:
-        """Apply a control record and return the resulting events."""
         next_ = self.step + (self.batch is not None)
         marks = self._marks.fact(offset, fact, open_=self.step, next_=next_)
         events = self._happened(offset, fact)
@@ -244,7 +240,6 @@ class RunAccount:
         return []
 
     def round(self, round_: Round, offset: int) -> list[LedgerEvent]:
-        """Apply a round after its events."""
         for observation in round_.observations:
             if isinstance(observation, GroupExpired) and (
                 group := self.open.get(observation.group)

@@ -148,7 +148,6 @@ class CatalogueBuilder:
         return rows
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """Apply a control record."""
         if not isinstance(fact, Command | VersionsDropped):  # allowed after the run is over
             self._seen(fact.at_ns)
         match fact:
@@ -160,9 +159,7 @@ class CatalogueBuilder:
                 worker = self.account.workers.get(fact.incarnation)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
                 times = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
-                self._rows.append(
-                    _row(ServedVersionRow, fact, incarnation=fact.incarnation, **times)
-                )
+                self._rows.append(_row(ServedVersionRow, fact, **times))
                 self._rows += self._fallbacks.ready(fact)
             case StepCommitted():
                 self._rows += self._fallbacks.committed(fact)
@@ -187,7 +184,6 @@ class CatalogueBuilder:
         self._happened(self.account.fact(offset, fact))
 
     def round(self, round_: Round, offset: int) -> None:
-        """Apply a round after its events."""
         self.rounds += 1
         self._seen(round_.now_ns)
         for observation in round_.observations:
@@ -297,10 +293,10 @@ class CatalogueBuilder:
         )
 
 
-def _row(kind: type[AnyRow], record: object, **columns: Any) -> AnyRow:
-    """Return a row from a record's fields and other columns."""
+def _row(kind: type[AnyRow], record: object | None, **columns: Any) -> AnyRow:
+    """Take the other columns from the fields of a record; null without one."""
     same = (name for name in kind.__struct_fields__ if name not in columns)
-    return kind(**{name: getattr(record, name) for name in same}, **columns)
+    return kind(**{name: record and getattr(record, name) for name in same}, **columns)
 
 
 def _worker_row(worker: WorkerHistory) -> WorkerRow:
@@ -318,20 +314,15 @@ def _worker_row(worker: WorkerHistory) -> WorkerRow:
 
 def _record_row(event: RecordLogged) -> RecordRow:
     fact = event.fact
-    return RecordRow(
+    return _row(
+        RecordRow,
+        fact,
         trajectory_id=fact.trajectory,
-        attempt=fact.attempt,
-        incarnation=fact.incarnation,
         status=event.status,
         logged_ns=fact.at_ns,
         control_offset=event.offset,
-        partition=fact.partition,
         record_offset=fact.offset,
         size_bytes=fact.bytes,
-        tokens=fact.tokens,
-        reward=fact.reward,
-        finish=fact.finish,
-        sha256=fact.sha256,
     )
 
 
@@ -359,14 +350,11 @@ def _part_rows(event: StepEnded) -> Iterator[PartRow]:
     for part in event.parts:
         taken = part.taken
         records = [record for name in taken.groups for record in results.get(name, ())]
-        yield PartRow(
+        yield _row(
+            PartRow,
+            part,
             step=event.fact.step,
-            part=part.part,
-            free_ns=part.free_ns,
             taken_ns=taken.taken_ns,
-            begun_ns=part.begun_ns,
-            waited_s=part.waited_s,
-            seconds=part.seconds,
             last_trajectory=None if taken.last is None else taken.last.trajectory,
             batch_reason=taken.reason,
             groups=len(taken.groups),
@@ -397,7 +385,6 @@ def _step_row(event: StepEnded) -> StepRow:
         stopped_s=event.stopped_s,
         waited_s=event.waited_s,
         early_s=sum(fact.early_s),
-        overlap_s=fact.overlap_s,
         waited_for=None if waited_for is None else waited_for.trajectory,
         waited_worker=None if waited_for is None else waited_for.worker,
         waited_version=None if waited_for is None else waited_for.version,
@@ -432,18 +419,11 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
     group, spec = ended.group, ended.group.spec
     results, rewards = group.results, group.rewards
     trained = ended.outcome == "trained"
-    yield GroupRow(
+    yield _row(
+        GroupRow,
+        spec,
         group_id=spec.group,
-        purpose=spec.purpose,
-        task=spec.task,
-        evaluation=spec.evaluation,
-        ordinal=spec.ordinal,
-        version=spec.version,
-        deadline=spec.deadline,
         row=spec.index,
-        data_epoch=spec.data_epoch,
-        size=spec.size,
-        redundancy=spec.redundancy,
         round=group.round,
         dispatch_reason=group.reason,
         dispatched_ns=group.dispatched_ns,
@@ -472,7 +452,9 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
 def _trajectory_row(group: GroupHistory, sample: int, request: RequestHistory) -> TrajectoryRow:
     logged, attempts = request.logged, request.attempts
     present = attempts[-1] if attempts else None
-    return TrajectoryRow(
+    return _row(
+        TrajectoryRow,
+        logged,
         trajectory_id=request.trajectory,
         group_id=group.spec.group,
         sample=sample,
@@ -483,28 +465,20 @@ def _trajectory_row(group: GroupHistory, sample: int, request: RequestHistory) -
         incarnation=None if present is None else present.incarnation,
         attempt=None if present is None else present.attempt,
         logged_ns=None if logged is None else logged.at_ns,
-        partition=None if logged is None else logged.partition,
         record_offset=None if logged is None else logged.offset,
-        tokens=None if logged is None else logged.tokens,
-        reward=None if logged is None else logged.reward,
         group_parts=parts_of(group, request.trajectory),
-        finish=None if logged is None else logged.finish,
         error_class=None if logged is None else error_class(logged.error) or None,
         error=None if logged is None else logged.error or None,
         reward_answer=None if logged is None else logged.answer or None,
         reward_parts=None if logged is None else _json(logged.parts),
-        contexts=None if logged is None else logged.contexts,
-        calls=None if logged is None else logged.calls,
     )
 
 
 def _attempt_row(name: str, attempt: Attempt) -> AttemptRow:
-    return AttemptRow(
+    return _row(
+        AttemptRow,
+        attempt,
         trajectory_id=name,
-        attempt=attempt.attempt,
-        worker=attempt.worker,
-        incarnation=attempt.incarnation,
-        scheduled_ns=attempt.scheduled_ns,
         ended_ns=attempt.ended_ns or None,
         outcome=attempt.outcome or None,
         resumed_tokens=attempt.resumed,

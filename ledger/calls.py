@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
 
-from dora_pipe.bus.base import polls_until
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.pure.records import Record, TopicPartition
-from dora_pipe.ledger.database import COUNTS, Catalogue, LoggedRecord, TableMissing, logged_records
+from dora_pipe.ledger.database import COUNTS, Catalogue, TableMissing, logged_records
 from dora_pipe.ledger.tables import CALLS, CallRow
 from dora_pipe.schemas.contexts import Call, place_of
 from dora_pipe.schemas.topics import Topics
@@ -26,10 +25,8 @@ _WITH_CALLS: Final = f"""{COUNTS} and trajectory_id in (
 def ask(
     catalogue: Catalogue, bus: Bus, topics: Topics, sql: str, parameters: Sequence[Any] = ()
 ) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
-    """Answer like `Catalogue.ask`, with `calls`; also return unreadable records.
-
-    Raises BusError, UsageError, ResourceError.
-    """
+    """Answer like `Catalogue.ask`, with `calls`; also return unreadable records. Raises BusError,
+    UsageError, ResourceError."""
     damage = Damage()
     try:
         names, rows = catalogue.ask(sql, parameters)
@@ -75,21 +72,8 @@ def _idle_before(calls: Sequence[Call], scheduled_ns: int) -> list[int]:
 
 
 def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Iterator[CallRow]:
-    by_partition: dict[int, dict[int, LoggedRecord]] = {}
-    for (partition, offset), named in logged_records(catalogue, _WITH_CALLS).items():
-        by_partition.setdefault(partition, {})[offset] = named
-    for partition, expected in by_partition.items():
-        source = TopicPartition(topics.trajectories, partition)
-        for record in _records(bus, source, expected):
-            if damage.is_sound(record, expected.pop(record.offset)):
-                with suppress(SchemaError):  # a dead letter
-                    yield from call_rows(view_trajectory(record.value))
-        damage.look_for_the_rest(
-            {(partition, offset): record for offset, record in expected.items()}
-        )
-
-
-def _records(bus: Bus, source: TopicPartition, offsets: Mapping[int, Any]) -> Iterator[Record]:
-    with closing(bus.reader({source: min(offsets)})) as reader:
-        for records in polls_until(reader, {source: max(offsets) + 1}):
-            yield from (record for record in records if record.offset in offsets)
+    named = logged_records(catalogue, _WITH_CALLS).values()
+    with closing(PlaceReader(bus, topics.trajectories)) as reader:
+        for record, _ in reader.named(named, damage):
+            with suppress(SchemaError):  # a dead letter
+                yield from call_rows(view_trajectory(record.value))

@@ -117,28 +117,24 @@ VIEWS: Final = {
 }
 
 _PLACE = "catalogue_source"
-"""Table with the catalogue's source."""
 
 
 _NO_TABLE: Final = re.compile(r"Table with name (\w+) does not exist")
-
 _HINT: Final = "docs/reference/sql.md lists the tables and their columns"
 
 
 class TableMissing(UsageError):
-    """A query names a missing table."""
-
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message, hint=_HINT)
         self.table = table
 
 
 class CatalogueSource(msgspec.Struct, frozen=True, kw_only=True):
-    form: int
     run: str
     control_next: int
     decisions_next: int
     chain: str
+    form: int = FORM
 
 
 class Catalogue:
@@ -179,7 +175,6 @@ class Catalogue:
         self._db.execute(f"create table {_PLACE} (source JSON)")
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Append ended rows."""
         for kind, kind_rows in _by_kind(rows).items():
             self._insert(kind, kind_rows, open_=False)
             self._appended += len(kind_rows)
@@ -188,7 +183,6 @@ class Catalogue:
             self._appended = 0
 
     def refresh(self, rows: Iterable[Row]) -> None:
-        """Replace open rows."""
         by_kind = _by_kind(rows)
         for table in TABLES:
             if table.live:
@@ -199,7 +193,6 @@ class Catalogue:
         return self.ask(sql, parameters)[1]
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:
-        """Return the first row, or None."""
         rows = self.query(sql, parameters)
         return rows[0] if rows else None
 
@@ -210,7 +203,6 @@ class Catalogue:
     def ask(
         self, sql: str, parameters: Sequence[Any] = ()
     ) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Return column names and rows."""
         try:
             cursor = self._db.execute(sql, list(parameters))
             names = [column[0] for column in cursor.description or ()]
@@ -228,13 +220,6 @@ class Catalogue:
                 if missing is None
                 else TableMissing(message, missing[1])
             ) from None
-
-    def keyed(
-        self, columns: str, source: str, key: str, value: Any, *, order: str
-    ) -> list[tuple[Any, ...]]:
-        """Return the rows with a key's value."""
-        sql = f"select {columns} from {source} where {key} = ? order by {order}"
-        return self.query(sql, [value])
 
     @property
     def source(self) -> CatalogueSource | None:
@@ -265,7 +250,6 @@ class Catalogue:
             unfinished.with_name(f"{unfinished.name}.wal").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
     def _create(self, table: Table) -> None:
@@ -328,13 +312,6 @@ def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
     return None
 
 
-def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> CatalogueSource:
-    """Return a position with the current form."""
-    return CatalogueSource(
-        form=FORM, run=run, control_next=control_next, decisions_next=decisions_next, chain=chain
-    )
-
-
 def _by_kind(rows: Iterable[Row]) -> dict[type[Row], list[Row]]:
     by_kind: dict[type[Row], list[Row]] = {}
     for row in rows:
@@ -379,15 +356,13 @@ COUNTS = "status = 'bound'"
 """The record counts for its group."""
 
 _COLUMNS = (
-    "trajectory_id, attempt, incarnation, status, logged_ns, partition, record_offset, sha256"
+    "trajectory_id as trajectory, attempt, incarnation, status, logged_ns, partition, "
+    'record_offset as "offset", sha256'
 )
-_ORDER = "partition, record_offset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRecord:
-    """A record as control describes it."""
-
     trajectory: str
     attempt: int
     incarnation: int
@@ -403,29 +378,11 @@ def logged_records(
     catalogue: Catalogue, where: str, parameters: Sequence[Any] = ()
 ) -> dict[tuple[int, int], LoggedRecord]:
     """Return records by place; `where` is a condition on `records`."""
-    rows = catalogue.query(
-        f"select {_COLUMNS} from records where {where} order by {_ORDER}", parameters
-    )
-    records = map(_record, rows)
-    return {(record.partition, record.offset): record for record in records}
+    order = "order by partition, record_offset"
+    rows = catalogue.records(f"select {_COLUMNS} from records where {where} {order}", parameters)
+    return {(row["partition"], row["offset"]): LoggedRecord(**row) for row in rows}
 
 
 def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | None:
-    """Return the record that counts, or None."""
-    source = f"(from records where {COUNTS})"
-    rows = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
-    return _record(rows[-1]) if rows else None
-
-
-def _record(row: tuple[Any, ...]) -> LoggedRecord:
-    trajectory, attempt, incarnation, status, logged_ns, partition, offset, sha256 = row
-    return LoggedRecord(
-        trajectory=trajectory,
-        attempt=attempt,
-        incarnation=incarnation,
-        status=status,
-        logged_ns=logged_ns,
-        partition=partition,
-        offset=offset,
-        sha256=sha256,
-    )
+    records = logged_records(catalogue, f"{COUNTS} and trajectory_id = ?", [trajectory])
+    return next(reversed(records.values()), None)

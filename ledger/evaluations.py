@@ -32,11 +32,8 @@ SEED: Final = 20_210_707
 LOW, HIGH = 2.5, 97.5
 
 DRAWN_MAX: Final = 1_000_000
-
 SUCCESS: Final = 1.0
-
 VOTES_MIN: Final = 3
-"""Minimum votes for a majority."""
 
 QUERY: Final = """
     select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
@@ -56,7 +53,6 @@ class Sample(NamedTuple):
 
 
 def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
-    """Return the records with a valid reward as samples."""
     return [
         Sample(record.reward, record.answer, record.parts)
         for record in results
@@ -89,8 +85,6 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Metrics of an evaluation of a version."""
-
     version: int
     evaluation: str
     task: str
@@ -102,8 +96,6 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEnded:
-    """A complete evaluation of a version."""
-
     version: int
     evaluation: str
     ended_ns: int
@@ -194,13 +186,11 @@ def by_prompt(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str,
 
 
 def metrics_of(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str, float]:
-    """Return the metrics of these prompts."""
     by_metric = by_prompt(prompts, samples=samples)
     return {name: math.fsum(values) / len(values) for name, values in by_metric.items()}
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the mean and its bootstrap interval."""
     import numpy as np
 
     own, drawn = np.asarray(values, dtype=np.float64), np.random.default_rng(SEED)
@@ -225,8 +215,8 @@ def evaluations_of(
             prompts=len(prompts),
             trajectories=sum(map(len, prompts)),
             metrics={
-                figure: interval_of(values)
-                for figure, values in by_prompt(prompts, samples=size).items()
+                metric: interval_of(values)
+                for metric, values in by_prompt(prompts, samples=size).items()
             },
         )
         for (version, name, task, size), prompts in samples_by_prompt(tables).items()
@@ -246,6 +236,5 @@ def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an evaluation's keys in the configuration."""
     every = [config.get("evaluation", {}), *config.get("more_evaluations", ())]
     return next((section for section in every if section.get("name", "") == name), {})

@@ -73,7 +73,6 @@ class LogMeter:
     """As of the last complete read."""
 
     def count(self, topic: str, size: int, *, unreadable: bool = False) -> None:
-        """Count a record."""
         counted = self.topics.setdefault(topic, TopicCount())
         counted.records += 1
         counted.bytes += size
@@ -121,7 +120,6 @@ class LogFollower:
 
     @property
     def unreadable(self) -> Counter[str]:
-        """By `control`, `decisions` and `metrics`."""
         counted = self.meter.topics.items()
         return Counter({name: count.unreadable for name, count in counted if count.unreadable})
 
@@ -175,7 +173,6 @@ class LogFollower:
         return records
 
     def _decoded(self, record: Record, decode: Callable[[bytes], Read]) -> Read | None:
-        """Decode and count a record; None if unreadable."""
         topic = record.topic.removeprefix(f"{self._run}.")
         try:
             decoded = decode(record.value)
@@ -229,7 +226,6 @@ class LogFollower:
         return True
 
     def _read_rest(self) -> bool:
-        """Read events after the last round."""
         self._facts.extend(self._poll(self._control))
         has_events = bool(self._facts)
         while self._facts:

@@ -68,8 +68,6 @@ EngineKey = tuple[str, str, str, str]
 
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
-    """A kind of engine."""
-
     number: int
     workers: int = 0
     missing: tuple[str, ...] = ()
@@ -85,17 +83,14 @@ class GroupLedger:
     def __init__(self) -> None:
         self.groups: dict[str, GroupHistory] = {}
         self.open: dict[str, GroupHistory] = {}
-        """Groups without an outcome."""
         self.workers: dict[int, WorkerHistory] = {}
         self.named: dict[str, WorkerHistory] = {}
-        """Newest incarnations."""
         self.engines: dict[EngineKey, EngineEntry] = {}
         self.logged: dict[tuple[int, int], RecordLogged] = {}
         """First log of each record, of groups in memory."""
         self.max_attempts = 0
         """0 while unknown."""
         self.scored_together: frozenset[str] = frozenset()
-        """Sources with group scoring."""
 
     def wrong(
         self,
@@ -104,7 +99,7 @@ class GroupLedger:
         message: str,
         *,
         expected: object = "",
-        found: object = "",
+        actual: object = "",
     ) -> None:
         """Receive a record or decision that contradicts the log before it."""
 
@@ -137,7 +132,6 @@ class GroupLedger:
         return []
 
     def decision(self, decision: AnyDecision, moment: Moment) -> list[Change]:
-        """Apply a decision; return the workers that are out."""
         now_ns = moment.now_ns
         match decision:
             case Schedule():
@@ -183,15 +177,8 @@ class GroupLedger:
         self.sample_ended(group)
 
     def end(
-        self,
-        name: str,
-        outcome: Outcome,
-        why: str,
-        *,
-        step: int | None = None,
-        part: int = 0,
+        self, name: str, outcome: Outcome, why: str, *, step: int | None = None, part: int = 0
     ) -> GroupHistory | None:
-        """End an open group and return it."""
         group = self._group(name)
         if group is None:
             message = f"is {_outcome(outcome, step)} but was never dispatched"
@@ -200,7 +187,7 @@ class GroupLedger:
         if group.outcome is not None:
             first = f"{_outcome(group.outcome, group.step)} and nothing after it"
             second = _outcome(outcome, step)
-            self.wrong("C2", name, "has two outcomes", expected=first, found=second)
+            self.wrong("C2", name, "has two outcomes", expected=first, actual=second)
             return None
         group.outcome, group.why, group.step, group.part = outcome, why, step, part
         return self.open.pop(name)
@@ -218,7 +205,7 @@ class GroupLedger:
             return RecordLogged(fact=fact, status=status, offset=offset)
         if not request.was_placed(fact.attempt, fact.worker, fact.incarnation):
             what = f"attempt {fact.attempt} of {fact.trajectory} by {fact.worker}"
-            self._wrong(offset, f"logs {what}, but no decision placed it there")
+            self._wrong(offset, f"logs {what}, but no decision scheduled it there")
         status = _status(fact, group, request, worker)
         logged = RecordLogged(fact=fact, status=status, offset=offset, engine=worker.engine)
         first = self.logged.get(logged.place)

@@ -51,8 +51,6 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 class Attempt(msgspec.Struct, kw_only=True, array_like=True):
-    """An attempt, from placement to release."""
-
     attempt: int
     worker: str
     incarnation: int
@@ -68,7 +66,6 @@ class Attempt(msgspec.Struct, kw_only=True, array_like=True):
     why: str = ""
     retryable: bool = True
     migration_ns: int = 0
-    """Time of the release request."""
     migration_target: str = ""
     migration_reason: str = ""
 
@@ -111,12 +108,10 @@ class RequestHistory(msgspec.Struct, kw_only=True, array_like=True):
     attempts: list[Attempt] = []
     bound: RecordLogged | None = None
     scored: TrajectoryLogged | None = None
-    """Its record with the reward of a group scoring."""
     faults: int = 0
     """Attempts lost by error or with the worker."""
     failed: bool = False
     trained: int | None = None
-    """Step that trained it."""
     left: SampleOutcome | None = None
     """Its outcome if the group did not wait for it."""
 
@@ -202,8 +197,6 @@ class Gone:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerHistory:
-    """A worker incarnation."""
-
     joined: WorkerJoined
     incarnation: int
     engine: int = -1
@@ -213,7 +206,6 @@ class WorkerHistory:
     served: int = -1
     """Version last reported ready."""
     assigned: dict[int, int] = field(default_factory=dict)
-    """Assignment times of versions not loaded yet."""
     first_ready: dict[int, int] = field(default_factory=dict)
     """Control offset at which each version was first ready; kept by audit."""
     held: set[int] = field(default_factory=set)
@@ -241,8 +233,6 @@ class WorkerHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGone:
-    """A worker that left or was fenced."""
-
     worker: WorkerHistory
     gone: Gone
 
@@ -284,8 +274,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartComputed:
-    """A part of a committed step."""
-
     part: int
     taken: PartTaken
     free_ns: int
@@ -346,8 +334,6 @@ def arrival(fact: TrajectoryLogged) -> tuple[int, str]:
 
 
 class GroupHistory(msgspec.Struct, kw_only=True, array_like=True):
-    """A group since its dispatch."""
-
     spec: GroupSpec
     reason: str
     round: int
@@ -355,7 +341,6 @@ class GroupHistory(msgspec.Struct, kw_only=True, array_like=True):
     """Offset of its dispatch round."""
     dispatched_ns: int
     requests: dict[str, RequestHistory] = {}
-    """All of them, by trajectory."""
     records: list[RecordLogged] = []
     """All logged records in fold order."""
     scoring: Scoring | None = None
@@ -432,12 +417,10 @@ class GroupHistory(msgspec.Struct, kw_only=True, array_like=True):
 
     @property
     def asked(self) -> ScoreGroup | None:
-        """Return the newest decision to score it."""
         return self.scoring.asked[-1] if self.scoring and self.scoring.asked else None
 
     @property
     def scores(self) -> GroupScored | None:
-        """Return the scores that count."""
         return None if self.scoring is None else self.scoring.answer
 
 

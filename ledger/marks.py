@@ -32,8 +32,6 @@ Stop = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A mark."""
-
     at_ns: int
     step: int
     """First step in force, or the open step."""
@@ -64,7 +62,6 @@ class Mark:
 SETTINGS: Final = """
     select step, subject || ' ' || before || ' -> ' || after as change from marks
     where kind = 'setting' order by step, subject"""
-"""Changed settings by step."""
 
 
 def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
@@ -74,8 +71,6 @@ def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
 
 
 class MarkAccount:
-    """Detection of marks."""
-
     def __init__(self) -> None:
         self.stops: list[Stop] = []
         self._config: Config | None = None
@@ -111,7 +106,6 @@ class MarkAccount:
         return []
 
     def round(self, round_: Round) -> list[Mark]:
-        """Return the marks of a round."""
         if round_.incarnation <= self._orchestrator:
             return self._lived(round_.now_ns, "trainer")
         self._alive_ns = max(self._alive_ns, round_.now_ns)

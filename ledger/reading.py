@@ -12,8 +12,9 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import DoraError, SchemaError
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.builder import CatalogueBuilder
-from dora_pipe.ledger.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
-from dora_pipe.ledger.follower import LogFollower
+from dora_pipe.ledger.database import Catalogue, CatalogueSource, fresh_catalogue
+from dora_pipe.ledger.follower import LogFollower, LogReader
+from dora_pipe.schemas.metrics import AnyMetrics
 from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 
@@ -27,13 +28,19 @@ BATCH_ROWS: Final = 4096
 
 
 class LivingCatalogue:
-    """Catalogue that follows its log. Example: ``while living.advance(): ...``, then `refresh` and
-    query ``living.catalogue``."""
+    """Catalogue that follows its log, read by `readers` too. Example: ``while living.advance():
+    ...``, then `refresh` and query ``living.catalogue``."""
 
-    def __init__(self, bus: Bus, topics: Topics) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        topics: Topics,
+        *readers: LogReader,
+        statuses: Callable[[AnyMetrics], None] | None = None,
+    ) -> None:
         self.catalogue = Catalogue()
         self.builder = CatalogueBuilder()
-        self.follower = LogFollower(bus, topics, self.builder)
+        self.follower = LogFollower(bus, topics, self.builder, *readers, statuses=statuses)
 
     def advance(self) -> bool:
         """Read one piece; return whether there is more. Raises BusError, LogTruncated."""
@@ -48,7 +55,6 @@ class LivingCatalogue:
         self.catalogue.refresh(self.builder.live())
 
     def close(self) -> None:
-        """Close the readers; the catalogue stays open."""
         self.follower.close()
 
 
@@ -96,7 +102,9 @@ def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
     last = last_round(bus, topics, decisions)
     if last is None or not last.chain:
         return None
-    return source_of(topics.run, control_next=control, decisions_next=decisions, chain=last.chain)
+    return CatalogueSource(
+        run=topics.run, control_next=control, decisions_next=decisions, chain=last.chain
+    )
 
 
 def last_round(bus: Bus, topics: Topics, end: int) -> Round | None:

@@ -25,15 +25,11 @@ from dora_pipe.schemas.wire import Unknown
 
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
-
 RATE_NS: Final = 10_000_000_000
-"""Period of a token rate."""
-
 POINTS_MAX: Final = 64
 
 
 def role_of(status: AnyMetrics) -> str:
-    """Return `orchestrator`, `trainer` or a worker's name."""
     match status:
         case WorkerStatus():
             return status.worker

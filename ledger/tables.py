@@ -406,7 +406,6 @@ TABLE_OF: Final = {table.row: table for table in TABLES}
 
 
 def columns_of(row: type[Row]) -> list[Column]:
-    """Return the columns from field annotations."""
     hints = get_type_hints(row, include_extras=True)
     return [_column(name, hints[name]) for name in row.__struct_fields__]
 

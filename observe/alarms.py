@@ -26,14 +26,12 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
 HEARTBEAT_S: Final = 0.5
-
 SILENT_HEARTBEATS: Final = 12
 
 SILENT_MIN_S: Final = 2.0
 """Minimum, because a loaded machine is late."""
 
 POLL_RECORDS_MAX = 2000
-
 SAID_MAX = 1000
 
 UNFED: Final = frozenset({"requests", "version", "batch"})

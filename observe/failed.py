@@ -12,9 +12,7 @@ from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.control import error_class
 
 WINDOW_GROUPS: Final = 64
-
 SINCE_STEP_GROUPS: Final = 4096
-
 VALUES_MAX: Final = 3
 
 SHARE_MIN: Final = 0.03

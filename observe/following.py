@@ -12,7 +12,6 @@ from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.core.system.clock import Clock
 
 TURN_S: Final = 1.0
-
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 10.0
 """Doubles with each attempt."""
@@ -25,7 +24,6 @@ class Checkpoint:
         self.path = path
 
     def read(self) -> Any:
-        """Return the last written value, if any."""
         if self.path is None:
             return None
         with suppress(OSError, ValueError):

@@ -71,22 +71,12 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics
 
 SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
-"""Bounds in s."""
-
 DELAYS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds in s."""
-
 LENGTHS: Final = tuple(float(2**power) for power in range(4, 18))
-"""Bounds in tokens."""
-
 LOADS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
-
 STALENESS: Final = tuple(float(value) for value in range(9))
-
 STEPS_KEPT: Final = 400
-
 MARKS_KEPT: Final = 400
-
 ROUNDS_KEPT: Final = 64
 
 LEARNING: Final[Mapping[str, str]] = {
@@ -98,7 +88,6 @@ LEARNING: Final[Mapping[str, str]] = {
     "clipped_share": "Share of trained tokens whose gradient the clip took away.",
     "learning_rate": "Learning rate of the step, by its schedule.",
 }
-"""Learning metrics and their descriptions; docs/monitoring.md defines them."""
 
 RATE: Final = "trainer.learning_rate"
 
@@ -117,7 +106,7 @@ STATES: Final[tuple[WorkerState, ...]] = (
     "fenced",
 )
 """`joined`: has no version yet. `loading`: changes to another version. `asleep`: a colocated worker
-that hosts none."""
+that serves none."""
 
 
 def learning_of(metrics: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
@@ -132,7 +121,6 @@ class Histogram:
     """Histogram of observations; the last bound is infinity."""
 
     bounds: Sequence[float]
-    """Inclusive upper bounds, ascending."""
     counts: list[int] = field(default_factory=list)
     """Per bucket, not cumulative; the last bucket is above every bound."""
     total: float = 0.0
@@ -158,8 +146,6 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """Newest incarnation of a worker."""
-
     history: WorkerHistory
     heard: LastStatus | None
     """Last status of any incarnation, if any."""
@@ -213,8 +199,6 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """Statistics of a committed step."""
-
     step: int
     committed_ns: int
     seconds: float | None
@@ -230,9 +214,7 @@ class StepStats:
     training_s: float
     """Remaining time, from when the batch was complete and the trainer free."""
     reward: float | None
-    """Mean of valid rewards."""
     task_rewards: tuple[tuple[str, float], ...]
-    """Mean reward of each named task, by name."""
     parts: Mapping[str, Mapping[str, float]]
     """Mean of each reward component, by task name."""
     errors: Mapping[str, int]
@@ -286,7 +268,6 @@ class RunStats:
         self.heartbeat_s: float | None = None
         self.steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self.commit: StepCommitted | None = None
-        """Newest effective commit."""
         self.contributed: Contributed | None = None
         self.marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self.recent_rounds: deque[Round] = deque(maxlen=ROUNDS_KEPT)
@@ -306,7 +287,7 @@ class RunStats:
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         self.faults, self.attempt_outcomes = Counter[str](), Counter[str]()
-        self.moves = Counter({"decided": 0, "released": 0})
+        self.migrations = Counter({"decided": 0, "released": 0})
         self.refused = self.without_gradient = self.over_bound = 0
         """Rejected batches; steps without an update; groups trained after their deadline (violates
         C3)."""
@@ -362,7 +343,6 @@ class RunStats:
 
     @property
     def state(self) -> str:
-        """Return finished, open or halted."""
         if self.over:
             return "finished"
         return "halted: most groups fail, see `why`" if self.halted else "open"
@@ -402,7 +382,7 @@ class RunStats:
             case WorkerReady() if fact.version != NO_VERSION:
                 self.load_s.add(fact.load_ms / 1000)
             case RequestReleased():
-                self.moves["released"] += 1
+                self.migrations["released"] += 1
             case RequestFailed():
                 self.faults[fact.error] += 1
             case BatchRefused():
@@ -428,7 +408,7 @@ class RunStats:
                 if spec.purpose == "train":
                     self.bound = spec.deadline - spec.version
             elif isinstance(decision, Migrate):
-                self.moves["decided"] += 1
+                self.migrations["decided"] += 1
             elif isinstance(decision, EndSamples):
                 self.left_over[decision.outcome] += len(decision.samples)
             elif isinstance(decision, Halt):
@@ -536,12 +516,8 @@ class RunStats:
 def evaluation_words(ended: EvaluationEnded) -> str:
     """Return one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
     name = f" {ended.evaluation}" if ended.evaluation else ""
-    passed = [(figure, value) for figure, value in ended.metrics.items() if figure != "pass@1"]
-    more = [
-        f", {figure} {value:.3f}"
-        for figure, value in passed
-        if figure.startswith(("pass@", "maj@"))
-    ]
+    passed = [(name, value) for name, value in ended.metrics.items() if name != "pass@1"]
+    more = [f", {name} {value:.3f}" for name, value in passed if name.startswith(("pass@", "maj@"))]
     reward = "-" if ended.reward is None else f"{ended.reward:.3f}"
     return f"evaluation{name} of version {ended.version}: reward {reward}{''.join(more)}"
 

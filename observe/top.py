@@ -10,12 +10,7 @@ from typing import Final, Literal
 
 from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.alarms import silent_after_s
-from dora_pipe.observe.run_stats import (
-    RunStats,
-    WorkerState,
-    WorkerView,
-    evaluation_words,
-)
+from dora_pipe.observe.run_stats import RunStats, WorkerState, WorkerView, evaluation_words
 from dora_pipe.observe.text import duration, short, sparkline
 from dora_pipe.observe.why import batch_words, roles_of
 from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus
@@ -49,8 +44,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Titled lines, the most important first."""
-
     title: str
     lines: tuple[Line, ...]
 
@@ -262,7 +255,7 @@ def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
 
 def _outcomes(stats: RunStats) -> str:
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(stats.outcomes.items()))
-    return f"groups: {outcomes or 'none ended'}; {stats.moves['decided']} migrations"
+    return f"groups: {outcomes or 'none ended'}; {stats.migrations['decided']} migrations"
 
 
 def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
@@ -280,7 +273,7 @@ def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionSummary:
-    """Equal decisions of a round. Example: ``place 8 version 29 on w0``."""
+    """Equal decisions of a round. Example: ``schedule 8 version 29 on w0``."""
 
     at_ns: int
     words: str

@@ -32,11 +32,8 @@ from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 
 TOP_MAX: Final = 3
-
 STEPS_MAX: Final = 4
-
 ROLES_MAX: Final = 10
-
 FALLBACKS_MAX: Final = 3
 
 ADVICE_SHARE_MIN: Final = 0.05
@@ -116,7 +113,6 @@ class Piece:
     worker: str = ""
 
     def words(self) -> str:
-        """Describe the cause of the wait."""
         return piece_words(self.kind, self.worker, (self.version,))
 
 
@@ -277,10 +273,8 @@ class Summary:
 
 
 def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
-    """Sum the waits of a run: those for batches from the catalogue, others from statuses.
-
-    Raises BusError, LogTruncated.
-    """
+    """Sum the waits of a run: those for batches from the catalogue, others from statuses. Raises
+    BusError, LogTruncated."""
     started_ns, ended_ns, over, heartbeat_s = catalogue.one(RUN) or (0, 0, False, None)
     heartbeat_ns = int((heartbeat_s or HEARTBEAT_S) * 1e9)
     waits = waits_of(catalogue)
@@ -374,8 +368,7 @@ def role_waits(
     known_s: float = 0.0,
     skip: str = "",
 ) -> RoleWaits:
-    """Return waits from statuses; `told`, by (name, cause), is exact and replaces waits named
-    `skip`.
+    """Return waits from statuses; `batch_waits` by (name, cause) replace waits named `skip`.
 
     The role was present for at least `known_s`. Other waits are cut to the remaining time, because
     statuses are rounded.

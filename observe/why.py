@@ -33,9 +33,7 @@ LEASE_S: Final = 10.0
 """Lease if the configuration is unknown."""
 
 CALLS_MAX: Final = 3
-
 OF_TASKS: Final = frozenset({"prompt", "environment", "reward", "agent"})
-
 FED: Final = frozenset({"requests", "version"})
 
 

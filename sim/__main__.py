@@ -23,30 +23,27 @@ from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed
 
 TALK_EVERY: Final = 100
 COLLECT_AFTER: Final = (50_000, 20, 100)
-"""Garbage collection thresholds of the roles."""
 CHUNK_MAX: Final = 50
 """Seeds per process."""
 
 
 def settle() -> None:
-    """Silence logging: failures are intended."""
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
     gc.set_threshold(*COLLECT_AFTER)
 
 
 def play_one(seed: int, steps: int, *, as_json: bool) -> SeedResult:
-    """Play a seed; print its scenario and result."""
     drawn, played = draw(seed, steps=steps), run_seed(seed, steps=steps)
     if as_json:
         _print(msgspec.json.encode(played).decode())
         return played
     config = drawn.config
-    rollout, eta = config.rollout, config.staleness.max_staleness
+    rollout, max_staleness = config.rollout, config.staleness.max_staleness
     _print(
         f"seed {seed}: {config.run.steps} steps of {rollout.prompts_per_step} groups of"
         f" {rollout.group_size},"
     )
-    _print(f"  max_staleness {eta}, workers and faults:")
+    _print(f"  max_staleness {max_staleness}, workers and faults:")
     for plan in drawn.workers:
         several = f", {plan.versions} versions" if plan.versions > 1 else ""
         _print(f"  {plan.name}: {plan.slots} slots, {plan.prefetch} ahead{several}")

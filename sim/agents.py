@@ -14,13 +14,7 @@ from random import Random
 from typing import Any, Final
 
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.tasks.calls import (
-    AgentCall,
-    AgentEnded,
-    EpisodeLost,
-    Rewarded,
-    TaskFailed,
-)
+from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
@@ -34,10 +28,7 @@ from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.sim.role import NEVER_NS
 
 ROUNDS_MAX: Final = 6
-"""Rounds of calls per program."""
-
 TRIES_MAX: Final = 8
-"""Attempts of a refused call."""
 
 LONG: Final = 160
 """Tokens at which a program compacts."""
@@ -93,10 +84,8 @@ class AgentObserver:
 
 
 def program(call: AgentCall, draws: Draws) -> Program:
-    """Continue, branch and compact contexts, and call sub-agents.
-
-    Raises AgentError, after a refusal in half of the cases.
-    """
+    """Continue, branch and compact contexts, and call sub-agents. Raises AgentError, after a
+    refusal in half of the cases."""
     row, end = call.index, draws(-1)
     contexts = [[*SYSTEM[: row % 3], 3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]]
     refused = False
@@ -147,14 +136,12 @@ class _RunningProgram:
     call: AgentCall
     program: Program
     asks: dict[int, Ask] = field(default_factory=dict)
-    """Calls of the round by number, in order."""
     heard: dict[int, Heard] = field(default_factory=dict)
     tries: int = 0
     waits: int = 0
     idle_ns: int = 0
     """Time at which `waits` became 0."""
     again: bool = False
-    """Whether it restarted."""
     raises: bool = False
     """Whether it raises at its end."""
 
@@ -227,7 +214,6 @@ class Agents:
         self._later.clear()
 
     def begin(self, call: AgentCall) -> None:
-        """Start a program."""
         name = call.request
         assert name not in self._running, f"the agent of {name} runs"
         self._observer.began(self._incarnation, name)

@@ -36,9 +36,7 @@ Answered = tuple[tuple[int, ...], tuple[int, ...]]
 @dataclass(slots=True)
 class _Start:
     asked: Counter[str] = field(default_factory=Counter)
-    """Accepted calls by prompt digest."""
     seeds: set[int] = field(default_factory=set)
-    """Seeds of answers."""
     answered: list[Answered] = field(default_factory=list)
 
 

@@ -54,7 +54,6 @@ from dora_pipe.schemas.rounds import (
 )
 
 Wrong = Callable[[str, str], None]
-"""Called with (check, description)."""
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
@@ -65,8 +64,8 @@ CHECKS: Final[dict[str, str]] = {
     "assign": "S10: a worker changes its version only while it is empty and loads nothing",
     "lease": "S11: no role is fenced that sent a status, or while the orchestrator did not read",
     "progress": "S14: a request that is placed again continues from its newest known progress",
-    "admission": "S16: nothing is admitted while paused, or while an older version has no host",
-    "move": "S18: a request moves only to a living host of its version, and at most once at a time",
+    "admission": "S16: nothing is admitted while paused or while no worker serves an older version",
+    "move": "S18: a request moves only to a worker that serves its version, once at a time",
     "incarnations": "R4: incarnations count up; nothing is decided or committed under an older one",
     "retired": "S19: an incarnation that has left appends no records",
     "kept": "S20: a version that an open group carries, or a worker has, is available in the store",
@@ -80,7 +79,6 @@ CHECKS: Final[dict[str, str]] = {
     "role": "no role reports a broken invariant",
     "live": "L2: after the last fault the run ends; every wait until then has a name",
 }
-"""Checks and their conditions."""
 
 
 class _FirstFinding(Findings):
@@ -89,9 +87,15 @@ class _FirstFinding(Findings):
         self._raise = wrong
 
     def add(
-        self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
+        self,
+        check: Check,
+        subject: str,
+        message: str,
+        *,
+        expected: object = "",
+        actual: object = "",
     ) -> None:
-        super().add(check, subject, message, expected=expected, found=found)
+        super().add(check, subject, message, expected=expected, actual=actual)
         self._raise(check, self.violations[-1].line.removeprefix(f"{check} "))
 
 
@@ -111,13 +115,10 @@ class WorkerNotes:
 
 @dataclass(slots=True)
 class RequestNotes:
-    """Additional facts about a request."""
-
     resume: Resume | None = None
     known_tokens: int = 0
     """Tokens that its lost worker had reported; it must resume there or later."""
     kv: Blob | None = None
-    """KV cache of a move until placed."""
 
 
 class LiveLedger(Ledger):
@@ -137,11 +138,9 @@ class LiveLedger(Ledger):
 
     @property
     def steps_committed(self) -> int:
-        """t: version of the trainer."""
         return self.legality.bound.version
 
     def placed_on(self, incarnation: int) -> list[str]:
-        """Return open requests of an incarnation."""
         return [
             name
             for name, entry in self._open_requests()
@@ -149,12 +148,10 @@ class LiveLedger(Ledger):
         ]
 
     def known(self, trajectory: str, tokens: int) -> None:
-        """Note reported progress."""
         notes = self._requests[trajectory]
         notes.known_tokens = max(notes.known_tokens, tokens)
 
     def needed(self) -> dict[int, str]:
-        """Return needed versions, and by whom."""
         versions = {0: "version 0", self.version: "the newest version"}
         versions |= {group.spec.version: name for name, group in self.accounts.open.items()}
         for incarnation, worker in self._there():
@@ -218,7 +215,6 @@ class LiveLedger(Ledger):
         return counts
 
     def apply(self, turn: FoldedRound) -> None:
-        """Apply one round, then check bound and batches."""
         super().apply(turn)
         steps, self.unread_steps = self.unread_steps, []
         check_steps(self, Seen(), steps)
@@ -228,7 +224,6 @@ class LiveLedger(Ledger):
             self._require("feasible", not why, why)
 
     def round(self, round_: Round, moment: Moment) -> None:
-        """Note observations, then apply the decisions."""
         for observation in round_.observations:
             if isinstance(observation, LeaseExpired):
                 self._workers[observation.incarnation].silent = True
@@ -248,7 +243,6 @@ class LiveLedger(Ledger):
             notes.resume = resume
 
     def fact(self, fact: Fact, moment: Moment) -> None:
-        """Apply a record and note additional facts."""
         match record := fact.record:
             case WorkerLeft():
                 there = set(self.placed_on(record.incarnation))
@@ -300,7 +294,6 @@ class LiveLedger(Ledger):
             self._failed.update(group.group for group in self.takes[ended].take.groups)
 
     def decision(self, decision: AnyDecision, moment: Moment) -> None:
-        """Run additional checks, then apply."""
         match decision:
             case Dispatch():
                 self._dispatch(decision)
@@ -344,7 +337,7 @@ class LiveLedger(Ledger):
             if self._queued(entry)
         }
         orphans = sorted(queued - served)
-        what = f"{who} is admitted while version {orphans[:1]} has no host"
+        what = f"{who} is admitted while version {orphans[:1]} has no worker"
         self._require("admission", not orphans, what)
 
     def _queued(self, entry: RequestHistory) -> bool:

@@ -17,7 +17,7 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.faults import HANGING
 from dora_pipe.sim.parts import TimedTaskPort
-from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, Role
+from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, NoFaults, Role
 from dora_pipe.sim.scenario import Scenario
 from dora_pipe.sim.world import World
 
@@ -38,28 +38,22 @@ ON_THE_WAY_SHARE: Final = 0.2
 """Share of moves hit earlier; lower because a lost move meets no later fault."""
 
 MOVE_NS: Final = 300_000_000
-
 TRY_NS: Final = 50_000_000
 TRIES_MAX: Final = 400
-"""Retries of a fault without a target."""
-
 JUMP_NS: Final = 3600 * 10**9
-
 HANG_SHARE: Final = 0.05
-"""Share of hanging calls."""
 
 _SHARES: Final = {
     HANGING: HANG_SHARE,
     **dict.fromkeys(("move-source-dies", "move-target-dies", "handover-full"), ON_THE_WAY_SHARE),
     **dict.fromkeys(("handover-lost", "handover-damaged"), ARRIVED_SHARE),
 }
-"""Shares that differ from the scenario's."""
 
 FOR_EVER_NS: Final = 10**15
 """Longer than any seed."""
 
 
-class FaultInjector:
+class FaultInjector(NoFaults):
     """Faults of one run, counted in `struck`."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -72,7 +66,6 @@ class FaultInjector:
         self.gone: set[str] = set()
         """Workers never restarted."""
         self.ended = False
-        """Whether the run is over."""
         self.version: Callable[[], int] = lambda: 0
         self._world: World | None = None
         self._kinds = sorted(_STRIKES.keys() & scenario.faults.keys())
@@ -85,7 +78,6 @@ class FaultInjector:
         return FaultyBus(self, role)
 
     def died(self, role: Role, why: str) -> int | None:
-        """Return the restart delay in ns; None if the role must not return."""
         if self.ended or role.name in self.gone or why == "ended":
             return None
         if why in ("left", "replaced") and not self.over:
@@ -93,7 +85,6 @@ class FaultInjector:
         return RESTART_NS if self.over else self._while()
 
     def begin(self, world: World) -> None:
-        """Start the faults."""
         self._world = world
         if "gaps" in self.scenario.faults:
             self.struck["gaps"] += 1
@@ -115,7 +106,6 @@ class FaultInjector:
         raise InvariantBroken(f"nothing to strike: {', '.join(self._kinds)}")
 
     def calm(self) -> None:
-        """End all faults; resume or restart every role."""
         world = self.world
         self.over, self.outage_ns = True, 0
         for role in list(world.roles.values()):
@@ -160,7 +150,6 @@ class FaultInjector:
                 self.world.after(ns, partial(self.world.kill, role))
 
     def command(self, verb: str, **args: object) -> None:
-        """Send a user's command."""
         if not self.world.begun:
             return
         record = Command(
@@ -172,7 +161,6 @@ class FaultInjector:
         self.append(self.world.topics.control, encode(record))
 
     def append(self, topic: str, value: bytes) -> None:
-        """Append an external record."""
         self.world.bus.writer().append([Append(topic=topic, value=value)])
 
     def _strike(self) -> None:
@@ -182,7 +170,6 @@ class FaultInjector:
         self.world.after(self._pause(), self._strike)
 
     def strike(self, kind: str) -> None:
-        """Apply one fault."""
         if _STRIKES[kind](self) is not False:
             self.struck[kind] += 1
 
@@ -201,8 +188,6 @@ class FaultInjector:
 
 
 class FaultyBus:
-    """Faults of appends and polls."""
-
     def __init__(self, injector: FaultInjector, role: Role) -> None:
         self._injector = injector
         self._role = role

@@ -58,20 +58,13 @@ FAULTS: Final[dict[str, str]] = {
     "copies-lost": "a machine has lost versions that it had copied or made",
     "delta-damaged": "a delta on a machine is damaged, and its result is lost",
 }
-"""Faults with descriptions."""
 
 HANGING: Final = AGENT_HANGS
 """Needs time limits or redundant trajectories."""
 
 OF_EPISODES: Final = ("task-process-dies", "retry")
-"""Needs episodes or agents."""
-
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
-"""Needs agents."""
-
 OF_DELTAS: Final = ("copies-lost", "delta-damaged")
-"""Needs delta versions."""
-
 APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_DELTAS)
 
 STRIKING: Final = (

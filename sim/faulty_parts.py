@@ -46,8 +46,6 @@ from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.transfers import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 HANG_NS: Final = 1500 * MS
-"""Time limit of a reward."""
-
 TURNS_MEAN: Final = 2
 
 ELEMENTS: Final = 64
@@ -80,7 +78,6 @@ class FaultyParts(PlainParts):
         return manifest, assets
 
     def agents(self, site: Site) -> Agents | None:
-        """Return agents that may fail."""
         scenario, injector = self.injector.scenario, self.injector
         if not any(task.has_agent for task in scenario.config.tasks):
             return None
@@ -97,7 +94,6 @@ class FaultyParts(PlainParts):
         )
 
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
-        """Return a pool whose calls may fail."""
         faulty = _FaultyTasks(self.injector, site, self.delays)
         return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns, agents=agents)
 

@@ -62,8 +62,6 @@ LEASE_SLACK_NS: Final = 150_000_000
 """Delay until an appended record may be processed, for example by the next poll."""
 
 ROUNDED: Final = 0.499
-"""Rounding tolerance."""
-
 _LEASE: Final = b'"lease-expired"'
 _DIGEST: Final = b'"state_digest"'
 _SPEAKERS: Final[dict[type, str]] = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
@@ -76,14 +74,11 @@ class InvariantMonitor:
         self.ledger = LiveLedger(topics.run, self.wrong)
         self.calls = CallChecks(self.wrong)
         self.kinds: Counter[str] = Counter()
-        """Records, decisions and observations by kind."""
         self.on_move: Callable[[str, str], None] = lambda source, target: None
         """Called with the source and target of a move."""
         self.exists: Callable[[str], bool] = lambda digest: True
-        """Whether the store has weights."""
         self.records = 0
         self.waits: dict[str, str] = {}
-        """Last reported wait of each role."""
         self.stopped = False
         self._topics = topics
         self._gap_ns = GAP_HEARTBEATS * heartbeat_ns
@@ -104,7 +99,6 @@ class InvariantMonitor:
         raise InvariantBroken(f"{check}: {what}")
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
-        """Check records; `role` is None for external ones."""
         self.records += len(records)
         for record in records:
             if record.topic == self._topics.decisions:

@@ -21,10 +21,7 @@ from dora_pipe.store.store import CHAIN_MAX, PolicyStore
 from dora_pipe.store.verified import SUFFIX
 
 LOST_SHARE: Final = 0.7
-"""Share of lost copies."""
-
 HAD: Final = ("weights whole", "weights delta", "weights deltas")
-"""Ways to obtain a version."""
 
 
 class Machines:
@@ -33,7 +30,6 @@ class Machines:
     def __init__(self, store: PolicyStore, folder: Path, clock: Clock, *, apart: bool) -> None:
         """`apart`: versions may be deltas."""
         self.counted: Counter[str] = Counter()
-        """Counts by `HAD`."""
         self._store, self._folder, self._clock = store, folder, clock
         self._apart = apart
         self._of: dict[str, PolicyStore] = {}

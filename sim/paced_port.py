@@ -42,7 +42,6 @@ class PacedPort:
         self._inner.start(effect)
 
     def poll(self) -> list[Any]:
-        """Return the inner port's due events."""
         if not self._inner.busy:
             return list(self._inner.poll())
         now_ns = self._clock.now_ns()
@@ -54,7 +53,6 @@ class PacedPort:
 
     @property
     def busy(self) -> bool:
-        """Report whether a poll is due."""
         return self._inner.busy and self._clock.now_ns() >= self._due_ns
 
     def due_ns(self) -> int:
@@ -65,8 +63,6 @@ class PacedPort:
 
 
 class PublishingPort(PacedPort):
-    """Publishing port; `writing` until a policy is written."""
-
     def __init__(
         self, inner: Port[Any, Any], clock: Clock, delay_ns: Callable[[Any], int], again_ns: int
     ) -> None:
@@ -78,7 +74,6 @@ class PublishingPort(PacedPort):
         super().start(effect)
 
     def poll(self) -> list[Any]:
-        """Return due publications."""
         events = super().poll()
         self.writing &= not events
         return events

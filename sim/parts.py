@@ -71,9 +71,7 @@ from dora_pipe.sim.role import NEVER_NS, SimPort
 from dora_pipe.store.store import PolicyStore
 
 MS: Final = 1_000_000
-
 CONTEXT_TOKENS: Final = 256
-
 _UNTIMED: Final = nullcontext()
 
 
@@ -84,14 +82,12 @@ class StillMeter(Meter):
         self._none = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
     def spend(self, name: str) -> AbstractContextManager[None]:
-        """Ignore the time."""
         return _UNTIMED
 
     def add(self, name: str, seconds: float) -> None:
         """Ignore the time."""
 
     def cost(self) -> Cost:
-        """Return no cost."""
         return self._none
 
 
@@ -133,15 +129,12 @@ class SimTasks:
 
     @property
     def busy(self) -> bool:
-        """Report whether an answer is due."""
         return self._clock.now_ns() >= self._due_ns
 
     def due_ns(self) -> int:
-        """Return the next answer's due time."""
         return self._due_ns
 
     def start(self, effect: TaskCall | Forget) -> None:
-        """Take or forget a call."""
         if isinstance(effect, Forget):
             self._forget(effect.request)
             return
@@ -157,7 +150,6 @@ class SimTasks:
         self._due_ns = min(self._due_ns, due_ns)
 
     def poll(self) -> Sequence[TaskEvent]:
-        """Return due answers in call order."""
         if not self.busy:
             return ()
         now_ns = self._clock.now_ns()
@@ -185,7 +177,6 @@ class SimTasks:
         return bool(lost or agents)
 
     def close(self) -> None:
-        """Forget all calls."""
         self._calls.clear()
         self._lost.clear()
         self._due_ns = NEVER_NS
@@ -212,12 +203,10 @@ def prompt_of(call: PromptCall, *, episode: bool = False, replayable: bool = Fal
 
 
 def observed_of(call: EnvStep, *, done: bool, text: str = "8 9") -> EnvObserved:
-    """Return a tool's output."""
     return EnvObserved(request=call.request, text=text, done=done, tool="tool", ok=True)
 
 
 ADDRESSES: Final = Addresses(host="sim", port=1, secret=b"sim")
-"""Addresses given to agents; unused."""
 
 
 class TimedTaskPort:
@@ -232,7 +221,6 @@ class TimedTaskPort:
 
     @property
     def busy(self) -> bool:
-        """Report whether an answer is due."""
         return self._tasks.busy
 
     def due_ns(self) -> int:
@@ -241,8 +229,6 @@ class TimedTaskPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """Planned worker."""
-
     name: str
     slots: int
     prefetch: int
@@ -252,11 +238,8 @@ class WorkerPlan:
     load_ns: int = 200 * MS
     """Duration of loading a version."""
     rate: float = 1.0
-    """Clock rate."""
     versions: int = 1
-    """Served versions."""
     colocated: bool = False
-    """Whether it is colocated with the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,17 +248,14 @@ class Site:
 
     name: str
     number: int
-    """Number among all incarnations of the run."""
     topics: Topics
     config: Config
     clock: Clock
     meter: Meter
     chance: Random
-    """Its own random numbers."""
     store: PolicyStore
     bus: Bus
     open_bus: Callable[[], Bus]
-    """Opens another bus of this incarnation."""
     run_started: RunStarted
 
 
@@ -291,13 +271,10 @@ class WorkerParts:
     `EnvStep` per recorded turn, answered as before (`worker.episodes`)."""
     stop_ids: tuple[int, ...] = (END_TOKEN,)
     failing: Callable[[], tuple[FailingServer, ...]] = tuple
-    """Failing places of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerParts:
-    """Port of a trainer."""
-
     port: Port[TrainerEffect, TrainerEvent]
     cached: Callable[[], Gauges] = lambda: Gauges(0, 0)
 
@@ -305,21 +282,13 @@ class TrainerParts:
 class Parts(Protocol):
     """Factory of a world's parts."""
 
-    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """Store version 0 and assets; return manifest and assets digest."""
-        ...
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]: ...
 
-    def data(self, config: Config) -> Mapping[str, DataSet]:
-        """Return the data of every source, or none."""
-        ...
+    def data(self, config: Config) -> Mapping[str, DataSet]: ...
 
-    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
-        """Return a worker's ports."""
-        ...
+    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts: ...
 
-    def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
-        """Return a trainer's ports."""
-        ...
+    def trainer(self, site: Site, history: CommitHistory) -> TrainerParts: ...
 
 
 def episode_of(request: str) -> str:
@@ -343,7 +312,7 @@ def group_rewards_of(call: GroupCall) -> GroupRewarded:
     texts = sorted(completion.text for completion in call.completions)
     rewards = tuple(texts.index(completion.text) / len(texts) for completion in call.completions)
     return GroupRewarded(
-        request=call.request, rewards=rewards, parts=tuple({"place": reward} for reward in rewards)
+        request=call.request, rewards=rewards, parts=tuple({"rank": reward} for reward in rewards)
     )
 
 
@@ -379,7 +348,6 @@ class Delays:
     train_ns: int = 300 * MS
     publish_ns: int = 30 * MS
     again_ns: int = 5 * MS
-    """Interval of the trainer's polls."""
 
     def of_task(self, call: TaskCall) -> int:
         """Return a call's duration."""
@@ -405,14 +373,12 @@ class PlainParts:
         return True
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """Return a policy of 32 bytes."""
         assets = directory / "config.json"
         assets.write_text(json.dumps({"model_type": "simulated"}))
         digest = store.publish_assets([assets])
         return store.publish_weights(initial_weights), digest
 
     def data(self, config: Config) -> Mapping[str, DataSet]:
-        """Return no data."""
         return {}
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
@@ -432,7 +398,6 @@ class PlainParts:
         )
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
-        """Return production's trainer ports."""
         handlers = EffectHandlers(
             handlers_setup(site.topics, site.run_started, site.config, history, adopt=False),
             bus=site.open_bus(),
@@ -445,7 +410,6 @@ class PlainParts:
         return TrainerParts(port=port, cached=port.cached)
 
     def learner(self, site: Site) -> Learner:
-        """Return the trainer's learner."""
         return SimulatedLearner()
 
     def engine(self, site: Site, plan: WorkerPlan) -> Engine:
@@ -458,11 +422,9 @@ class PlainParts:
         )
 
     def agents(self, site: Site) -> Agents | None:
-        """Return agents and endpoint; None without."""
         return None
 
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
-        """Return a worker's task pool."""
         delay_ns = self.delays.of_task
         return SimTasks(site.clock, answer=self.answer, delay_ns=delay_ns, agents=agents)
 
@@ -499,11 +461,9 @@ class PlainParts:
         )
 
     def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
-        """Return the duration of the engine's next step."""
         return plan.token_ns
 
     def work_ns(self, effect: Any) -> int:
-        """Return the duration of a trainer effect."""
         delays = self.delays
         return {
             Restore: delays.restore_ns,

@@ -15,18 +15,15 @@ from dora_pipe.core.pure.records import Record
 
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
-
 WALL_NS: Final = 1_800_000_000 * 10**9
 
 NEVER_NS: Final = 1 << 62
 """Later than any event."""
 
 RESTART_NS: Final = 500_000_000
-"""Restart delay."""
 
 
 IN_ORDER: Final = frozenset({"ended", "left", "replaced", "the world ends"})
-"""Ends without restart."""
 
 
 @dataclass(slots=True)
@@ -36,15 +33,12 @@ class WorldClock:
     ns: int = 0
 
     def now_ns(self) -> int:
-        """Return virtual time."""
         return self.ns
 
     def wall_ns(self) -> int:
-        """Return the true wall clock."""
         return WALL_NS + self.ns
 
     def sleep(self, seconds: float) -> None:
-        """Raise AssertionError."""
         raise AssertionError("only a role sleeps")
 
 
@@ -63,7 +57,6 @@ class RoleClock:
     start_ns: int = 0
 
     def now_ns(self) -> int:
-        """Return the role's monotonic time."""
         if self.rate == 1.0:
             return self.world.ns
         return self.start_ns + int((self.world.ns - self.start_ns) * self.rate)
@@ -72,7 +65,6 @@ class RoleClock:
         return WALL_NS + self.world.ns + self.wall_off_ns
 
     def sleep(self, seconds: float) -> None:
-        """Let other roles run."""
         self.pause(self.world.ns + max(1, int(seconds * 1e9 / self.rate)))
 
     def world_ns(self, own_ns: int) -> int:
@@ -100,7 +92,6 @@ class Role:
 
     name: str
     number: int
-    """Number among all incarnations of a world."""
     clock: RoleClock
     chance: Random
     meter: Meter
@@ -129,21 +120,17 @@ class Role:
 class Observer(Protocol):
     """Observer; exceptions end the world."""
 
-    def appended(self, records: Sequence[Record], role: Role | None) -> None:
-        """Handle appended records; `role` is None outside turns."""
-        ...
+    def appended(self, records: Sequence[Record], role: Role | None) -> None: ...
 
-    def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]:
-        """Return the machine, possibly wrapped."""
-        ...
+    def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]: ...
 
 
-class FaultModel(Protocol):
-    """Source of faults. Use `World.after` for timed faults such as a kill, pause or command."""
+class NoFaults:
+    """Source of faults; a subclass adds some. Use `World.after` for timed faults such as a kill,
+    pause or command."""
 
     def born(self, role: Role) -> FaultPlan:
-        """Return an incarnation's bus faults."""
-        ...
+        return NO_FAULTS
 
     def died(self, role: Role, why: str) -> int | None:
         """Return the restart delay in ns; None for never.
@@ -151,15 +138,4 @@ class FaultModel(Protocol):
         `why` is the machine's outcome (`ended`, `left`, `fenced`, `replaced`, `failed`), `killed`,
         or the error.
         """
-        ...
-
-
-class NoFaults:
-    """No faults."""
-
-    def born(self, role: Role) -> FaultPlan:
-        return NO_FAULTS
-
-    def died(self, role: Role, why: str) -> int | None:
-        """Return a restart delay unless the end was intended."""
         return None if why in IN_ORDER else RESTART_NS

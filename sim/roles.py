@@ -48,15 +48,12 @@ EVAL_ROWS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Started incarnation."""
-
     machine: Machine[Any, Any]
     writer: Writer
     exclusive: bool = True
     port: Any = None
     """Port of its effects; in a simulated world, a `PortGroup` of `SimPort`s."""
     incarnation: int = -1
-    """Offset of `worker joined`."""
 
     def loop(
         self, site: Site, machine: Machine[Any, Any] | None = None, **more: Any

@@ -28,11 +28,8 @@ from dora_pipe.sim.faults import (
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 ALWAYS: Final = 3
-
 STEPS_LONG: Final = 11
-
 SAMPLES_MEAN: Final = 42
-
 SHORT_STEPS: Final = (5, 8)
 
 SHORT_GROUPS: Final = 2
@@ -42,12 +39,8 @@ requests are to move."""
 SHORT_WORKERS: Final = 4
 SHORT_TOKENS: Final = 96
 WORKERS_MAX: Final = 6
-
 PUBLISHES_MS: Final = (5, 100, 600)
-"""Publishing times with parts."""
-
 SLOW: Final = (1, 1, 1, 6)
-"""Slowdown of generation; moves pay only if it is slow."""
 
 AGENTS_SECONDS: Final = 64.0
 """Minimum time limit with agents; otherwise slow groups always expire."""
@@ -73,31 +66,23 @@ SHARES: Final[Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Scenario of a seed."""
-
     seed: int
     config: Config
     workers: tuple[WorkerPlan, ...]
     """Initial ones first."""
     first: int
-    """Number of initial workers."""
     delays: Delays
     steps_max: int
     """Engine steps per event."""
     faults: Mapping[str, float]
-    """Relative frequencies."""
     strike_ns: int
     """Mean time between faults."""
     append_share: float
-    """Share of appends hit, if enabled."""
     away_ns: int
     task_share: float
-    """Share of failing task calls, if enabled."""
     episodes: bool
     replayable: bool = False
-    """Whether environments are deterministic."""
     faulty_ns: int
-    """Time until faults stop."""
 
 
 def draw(seed: int, *, steps: int = 1) -> Scenario:
@@ -226,10 +211,10 @@ def _talkative(scenario: Scenario) -> Scenario:
 
 
 def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
-    eta = chance.randrange(4)
+    max_staleness = chance.randrange(4)
     size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
     if crowded:
-        eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
+        max_staleness, size, per_step = max(1, max_staleness), max(3, size), max(3, per_step)
     steps = STEPS_LONG + chance.randrange(3) + SAMPLES_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
@@ -244,8 +229,8 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
             "max_attempts": chance.choice((2, 3, 5)),
         },
         "staleness": {
-            "max_staleness": eta,
-            "async_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
+            "max_staleness": max_staleness,
+            "async_batches": chance.choice((None, 1.0, 1.0 + max_staleness * chance.random())),
         },
         "evaluation": {
             "prompts": chance.choice((0, 0, 2, 3)),
@@ -309,7 +294,7 @@ def _together(seed: int, config: Config) -> Config:
     chance = _chance(seed, "together")
     if chance is None:
         return config
-    reward = (RewardUse(use="sim:place", group=True),)
+    reward = (RewardUse(use="sim:rank", group=True),)
     first, *more = [
         msgspec.structs.replace(task, reward=reward) if chance.random() < 0.75 else task
         for task in config.tasks

@@ -31,26 +31,17 @@ from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.world import SECOND_NS, World
 
 LIVE_NS: Final = 1000 * SECOND_NS
-"""Time limit after the last fault."""
-
 END_NS: Final = 30 * SECOND_NS
-
 FAULTY_SHARE: Final = 0.7
-
 FAULTS_MIN: Final = 3
-
 PRUNED_EVERY: Final = 2
-"""Checkpoint interval to keep when pruning versions."""
-
 HALTS_MAX: Final = 5
-"""Maximum resumes of a run halted by failed groups."""
 
 FRAMES_MAX: Final = 10_000
 """Recursion limit: a role waiting for its bus sleeps inside its turn while others run there.
 Seeds with many zombies nest scores of sleepers, a dozen frames each."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of broken state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,32 +59,25 @@ class SeedResult:
     faults: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
-    """States reached."""
 
     @property
     def holds(self) -> bool:
-        """Report whether no check failed."""
         return not self.check
 
     @property
     def line(self) -> str:
-        """Description of the finding with the command to replay it."""
         return f"{self.check}: {self.what}; again: {self.again}"
 
     @property
     def again(self) -> str:
-        """Command to replay the seed."""
         return f"python -m sim --seed {self.seed}"
 
 
 def run_seed(seed: int, *, steps: int = 1) -> SeedResult:
-    """Play one seed."""
     return SeedRun(draw(seed, steps=steps)).run()
 
 
 class SeedRun:
-    """World of one seed."""
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         timing = scenario.config.timing
@@ -106,7 +90,6 @@ class SeedRun:
         self.world: World | None = None
 
     def run(self) -> SeedResult:
-        """Run all phases; return the result."""
         check, what = "", ""
         frames = sys.getrecursionlimit()
         sys.setrecursionlimit(max(frames, FRAMES_MAX))
@@ -258,7 +241,6 @@ NOT_HERE: Final = frozenset(
         "decided early-stop",  # runs would end too early
     }
 )
-"""Kinds no seed produces."""
 
 
 def _tags(union: Any, prefix: str) -> list[str]:
@@ -288,13 +270,10 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "observations": tuple(_tags(AnyObservation, "observed")),
     "states": _STATES,
 }
-"""Kinds to cover."""
 
 
 @dataclass(slots=True)
 class Coverage:
-    """Counts over seeds."""
-
     seeds: int = 0
     events: list[int] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)

@@ -34,7 +34,6 @@ from dora_pipe.sim.role import (
     NEVER_NS,
     ORCHESTRATOR,
     TRAINER,
-    FaultModel,
     Killed,
     NoFaults,
     Observer,
@@ -46,16 +45,12 @@ from dora_pipe.sim.roles import create_topics, run_started, start_role
 from dora_pipe.store.store import PolicyStore
 
 SECOND_NS: Final = 1_000_000_000
-
 TICK_NS: Final = 100_000
-"""Duration of a turn."""
 
 WAIT_NS: Final = 250 * MS
 """Polling interval until the run has started."""
 
 EVENTS_MAX: Final = 2_000_000
-"""Events above which a world is considered to loop."""
-
 RUN_STARTED: Final = b'"run-started"'
 
 ROOM: Final = Path("/dev/shm")
@@ -63,32 +58,28 @@ ROOM: Final = Path("/dev/shm")
 
 
 class World:
-    """Simulated run; `start` starts all roles."""
-
     def __init__(
         self,
         config: Config,
         *,
         workers: Sequence[WorkerPlan],
         parts: Parts | None = None,
-        faults: FaultModel | None = None,
+        faults: NoFaults | None = None,
         seed: int = 0,
         observer: Observer | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
         self.parts: Parts = parts or PlainParts()
-        self.faults: FaultModel = faults or NoFaults()
+        self.faults = faults or NoFaults()
         self.clock = WorldClock()
         self.topics = Topics(config.run.name)
         self.plans = {plan.name: plan for plan in workers}
         self.seed = seed
         self.roles: dict[int, Role] = {}
         self.begun = False
-        """Whether `run started` is logged."""
         self.events = 0
         self.ends: list[tuple[int, Role]] = []
-        """Ended incarnations with the time."""
         self.observer = observer
         self._heap: list[tuple[int, int, int, Role | Callable[[], None]]] = []
         self._serial = count()
@@ -104,7 +95,6 @@ class World:
         )
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
-        """Bus without faults."""
         create_topics(self.bus, self.topics, config)
         self.log.watch = self._appended
         self.run_started = run_started(config, self.parts, self.store, folder, self.clock)
@@ -160,12 +150,10 @@ class World:
             self.wake(role)
 
     def wake(self, role: Role) -> None:
-        """Give a role a turn now."""
         if role.runtime is not None and not (role.dead or role.asleep):
             self._schedule(role, self.clock.ns)
 
     def after(self, ns: int, action: Callable[[], None]) -> None:
-        """Schedule an action."""
         due_ns = self.clock.ns + max(0, ns)
         heapq.heappush(self._heap, (due_ns, -1, next(self._serial), action))
 

@@ -94,11 +94,7 @@ def command(
     """Measure trajectories from a worker's process into a trainer's batch on every log."""
     with scratch() as folder:
         setup = Setup(
-            kafka=bus,
-            tokens=tokens or TOKENS,
-            seconds=seconds,
-            repeats=repeats,
-            folder=folder,
+            kafka=bus, tokens=tokens or TOKENS, seconds=seconds, repeats=repeats, folder=folder
         )
         emit_figures(bench_dataplane(setup, say), as_json=as_json)
 
@@ -147,12 +143,7 @@ def _phase(
             address = f"sqlite:{path}"
         stack.enter_context(_topic(address, Topics(run).trajectories))
         write = Publish(
-            address=address,
-            run=run,
-            tokens=tokens,
-            seconds=seconds,
-            per_s=per_s,
-            blobs=str(blobs),
+            address=address, run=run, tokens=tokens, seconds=seconds, per_s=per_s, blobs=str(blobs)
         )
         read = Assemble(address=address, run=run, batch=batch, blobs=str(blobs))
         writer, reader = (stack.enter_context(Child(MODULE, task)) for task in (write, read))

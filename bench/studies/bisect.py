@@ -183,12 +183,7 @@ def bench_bisect(
 
 
 def _look(
-    run: OpenRun,
-    plant: Plant,
-    settings: Settings,
-    folder: Path,
-    probe: Probe,
-    limits: Limits,
+    run: OpenRun, plant: Plant, settings: Settings, folder: Path, probe: Probe, limits: Limits
 ) -> tuple[Fall, Explanation | None]:
     good, bad = plant.step - BEFORE, plant.step + AFTER
     poisoned, true = (
@@ -219,12 +214,7 @@ def _bisected(
 
 
 def _named(
-    seed: int,
-    plant: Plant,
-    fall: Fall,
-    why: Explanation | None,
-    seconds: float,
-    harmless: int,
+    seed: int, plant: Plant, fall: Fall, why: Explanation | None, seconds: float, harmless: int
 ) -> NamedPlant:
     return NamedPlant(
         seed=seed,

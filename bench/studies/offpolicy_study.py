@@ -24,13 +24,7 @@ from dora_pipe.bench.studies.offpolicy import (
     summarise,
 )
 from dora_pipe.cli.demo import TASK
-from dora_pipe.cli.options import (
-    SFT_BATCH,
-    SFT_LEARNING_RATE,
-    SFT_SEED,
-    JsonOption,
-    OverrideOption,
-)
+from dora_pipe.cli.options import SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED, JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_line, emit_rows, emit_table
 from dora_pipe.config.load import leaves, load_config
 from dora_pipe.config.model import Config

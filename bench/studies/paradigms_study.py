@@ -12,20 +12,8 @@ import msgspec
 import typer
 
 from dora_pipe.bench.studies.cells import CellFile, setting_digest
-from dora_pipe.bench.studies.entrants import (
-    ENTRANTS,
-    overrides_of,
-    own_setting,
-    reported,
-)
-from dora_pipe.bench.studies.paradigms import (
-    BASES,
-    Cell,
-    Compared,
-    ParadigmRun,
-    compare,
-    quickness,
-)
+from dora_pipe.bench.studies.entrants import ENTRANTS, overrides_of, own_setting, reported
+from dora_pipe.bench.studies.paradigms import BASES, Cell, Compared, ParadigmRun, compare, quickness
 from dora_pipe.cli.demo import TASK, warm
 from dora_pipe.cli.options import REWARD_MIN, JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
@@ -84,11 +72,7 @@ SCALES: Final[Mapping[str, Scale]] = {
         target=0.85,
         prompts=64,
         every=2,
-        overrides=(
-            "rollout.prompts_per_step=16",
-            "workers.max_num_seqs=16",
-            ONE_UPDATE,
-        ),
+        overrides=("rollout.prompts_per_step=16", "workers.max_num_seqs=16", ONE_UPDATE),
         pace="tools",
     ),
 }
@@ -244,8 +228,7 @@ def command(
     seeds: Annotated[int, typer.Option(min=1, help="Runs per entrant.")] = 2,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; 40, tools: 16.")] = None,
     target: Annotated[
-        float | None,
-        typer.Option(help="Evaluation reward that ends the timing; 0.85."),
+        float | None, typer.Option(help="Evaluation reward that ends the timing; 0.85.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Workers of each run.")] = 2,
     only: Annotated[list[str] | None, typer.Option(help="Entrants; default: all.")] = None,

@@ -81,9 +81,7 @@ TOOLS: Final = Pace(
 """A calculator turn has six tokens: 3 s."""
 
 DEMO: Final = Pace(
-    rates=EngineRates(tau_s=0.005, rise=2.6, full=64, load_s=0.1),
-    train_s=0.9,
-    update_s=0.3,
+    rates=EngineRates(tau_s=0.005, rise=2.6, full=64, load_s=0.1), train_s=0.9, update_s=0.3
 )
 """Demo model on two cores: 12 ms per token of 36 requests, a batch in 0.9 s; slowdown from
 `bench engine`."""

@@ -29,13 +29,10 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
-
 CONNECTIONS_MAX: Final = 32
 
 
 class Exporter(Collector):
-    """Metrics of one run."""
-
     def __init__(self, run: str, rows: Contributions) -> None:
         self.families: list[Family] | None = None
         """Newest values; None before the log was read once."""
@@ -46,7 +43,6 @@ class Exporter(Collector):
         self._reading = self._stats
 
     def collect(self) -> Iterator[Family]:
-        """Return the newest values."""
         yield from self.families or ()
 
     def follow(

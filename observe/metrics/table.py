@@ -329,7 +329,7 @@ GROUPS: Final = (
     counter(
         "migrations_total{stage}",
         "Migrations by stage: `decided` by the orchestrator, `released` by the worker.",
-        lambda t: t.moves,
+        lambda t: t.migrations,
     ),
     counter(
         "requests_failed_total{error}",
@@ -441,9 +441,9 @@ TRAINING: Final = (
         "evaluation_metric{evaluation,metric}",
         "Its `mean@k`, `pass@k`, `maj@k` and reward components (`part/NAME`).",
         lambda t: {
-            (name, figure): value
+            (name, metric): value
             for name, one in t.evaluated.items()
-            for figure, value in one.metrics.items()
+            for metric, value in one.metrics.items()
         },
     ),
     gauge(

@@ -43,7 +43,6 @@ class Sent:
     whole: bool = False
     """All spans of the run were sent."""
     damage: Damage = field(default_factory=Damage)
-    """Trajectories with damaged records; their traces lack times."""
 
 
 class TraceSender:
@@ -80,10 +79,8 @@ class TraceSender:
         return self._sent
 
     def follow(self, stop: Callable[[], bool] = lambda: False) -> Sent:
-        """Export until the run ends or `stop` returns True, retrying while unreachable.
-
-        Raises LogTruncated, SchemaError.
-        """
+        """Export until the run ends or `stop` returns True, retrying while unreachable. Raises
+        LogTruncated, SchemaError."""
 
         def turn(tracer: Tracer) -> bool:
             while True:

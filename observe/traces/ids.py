@@ -29,12 +29,10 @@ class RunKey:
 
 
 def group_trace(key: RunKey, group: str) -> str:
-    """Return the trace id of a group: 32 hex digits."""
     return _digest(key, "trace", group)[:TRACE_HEX]
 
 
 def step_trace(key: RunKey, step: int) -> str:
-    """Return the trace id of a step: 32 hex digits."""
     return _digest(key, "trace", f"step {step}")[:TRACE_HEX]
 
 
@@ -62,7 +60,6 @@ class RunFacts:
     key: RunKey
     package: str
     model: str
-    """Folder name of version 0."""
     system: str
     sampling: dict[str, Any]
     eval_sampling: dict[str, Any]

@@ -38,7 +38,6 @@ TIMEOUT_S: Final = 30.0
 """Timeout of a request, including the exporter's retries."""
 
 TRACES_PATH: Final = "/v1/traces"
-
 _IDS: Final = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
@@ -170,7 +169,6 @@ class FileSink:
 
 
 def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
-    """Convert spans for the SDK's exporters."""
     resource = Resource(
         {names.SERVICE: SERVICE, names.PACKAGE: run.package, names.RUN: run.key.run}
     )
@@ -198,7 +196,6 @@ def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
 
 
 def pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Split spans into requests of bounded size."""
     few: list[Span] = []
     links = 0
     for span in spans:

@@ -55,7 +55,6 @@ class Span:
 
 
 Attributes = dict[str, Value | None]
-"""Attributes; None and empty text are omitted."""
 
 
 def step_span(run: RunFacts, step: int) -> tuple[str, str]:
@@ -137,5 +136,4 @@ class SpanBuilder:
 
 
 def within(at_ns: int, times: tuple[int, int]) -> int:
-    """Clamp a moment to a span."""
     return min(max(at_ns, times[0]), times[1])

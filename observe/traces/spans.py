@@ -7,11 +7,15 @@ migration or a lost worker), `reward` and `published`; then the group is `select
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
+from dora_pipe.bus.logged import Damage, fingerprint_of
+from dora_pipe.bus.places import PlaceReader
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.ledger.calls import call_rows
 from dora_pipe.ledger.history import Attempt, RequestHistory
@@ -34,6 +38,7 @@ from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described, Segment, Times
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 PROVIDER: Final = "dora-pipe"
 
@@ -69,9 +74,22 @@ def content_of(trajectory: Described) -> Content:
     )
 
 
-class _Sample:
-    """Spans of one request of an ended group."""
+def contents_of(
+    reader: PlaceReader, named: Iterable[TrajectoryLogged], damage: Damage
+) -> dict[str, Content]:
+    """Return the contents of readable records by trajectory; record others in `damage`."""
+    contents: dict[str, Content] = {}
+    for record, logged in reader.named(named, damage):
+        with suppress(SchemaError):  # reported by audit
+            value = view_trajectory(record.value)
+            if value.trajectory == logged.trajectory or damage.is_sound(
+                fingerprint_of(record, value_of=value.trajectory), logged
+            ):
+                contents[logged.trajectory] = content_of(value)
+    return contents
 
+
+class _Sample:
     def __init__(self, group: _Group, request: RequestHistory) -> None:
         self._builder, self._run = group.builder, group.builder.run
         self._ended, self._spec = group.ended, group.spec
@@ -304,7 +322,7 @@ class _Segments:
             [] if content is None else [s for s in content.segments if s.kind != "prompt"]
         )
         if content is not None and content.starts:
-            # They are ordered by context, but attempts are told apart by time.
+            # They are ordered by context, but attempts differ by time.
             self._pending.sort(key=lambda segment: segment.start_ns)
         self._first_ns = None if content is None else content.times.first_token
 
@@ -355,11 +373,7 @@ def _float(value: Any) -> float | None:
 
 
 def group_spans(
-    run: RunFacts,
-    ended: GroupEnded,
-    contents: Mapping[str, Content],
-    *,
-    sampled: str = "all",
+    run: RunFacts, ended: GroupEnded, contents: Mapping[str, Content], *, sampled: str = "all"
 ) -> list[Span]:
     """Return the trace of an ended group, parents first.
 
@@ -494,8 +508,8 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
         names.COMPUTE: fact.compute_s,
         names.OVERLAP: fact.overlap_s or None,
     }
-    figure = names.METRIC.removesuffix("*")
-    attrs |= {figure + name: value for name, value in sorted(fact.metrics.items())}
+    prefix = names.METRIC.removesuffix("*")
+    attrs |= {prefix + name: value for name, value in sorted(fact.metrics.items())}
     links = tuple(
         Link(
             trace,

@@ -9,31 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_high
 from typing import Final, Literal
 
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
-from dora_pipe.bus.base import records_until
-from dora_pipe.bus.bus import Bus, Reader
-from dora_pipe.bus.logged import Damage, fingerprint_of
-from dora_pipe.consumers.place_reader import RecordPlace, stretches
-from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.bus.bus import Bus
+from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans
+from dora_pipe.observe.traces.spans import Content, contents_of, group_spans, step_spans
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory_codec import view_trajectory
-
-GAP: Final = 64
-"""Largest gap between records that are read together."""
 
 Ended = GroupEnded | StepEnded
 
@@ -44,7 +36,6 @@ SLOW: Final = 2.0
 """Multiple of the median duration for the same purpose."""
 
 RECENT: Final = 64
-
 RECENT_MIN: Final = 8
 
 
@@ -113,10 +104,10 @@ class Tracer:
         self.damage = damage or Damage()
         """Damaged records of traced groups; their spans use facts only."""
         self._after = after
-        self._bus, self._topics, self._ratio = bus, topics, ratio
+        self._ratio = ratio
         self._account = RunAccount()
         self._follower = LogFollower(bus, topics, self)
-        self._readers: dict[TopicPartition, Reader] = {}
+        self._places = PlaceReader(bus, topics.trajectories)
         self._slow = SlowGroups()
         self._events: list[LedgerEvent] = []
         self._rounds: list[tuple[int, list[LedgerEvent]]] = []
@@ -147,7 +138,14 @@ class Tracer:
             for offset, events in rounds
             if offset > self._after
         ]
-        contents = self._contents(event for _, pairs in chosen for event, _ in pairs)
+        named = (
+            logged
+            for _, pairs in chosen
+            for event, _ in pairs
+            if isinstance(event, GroupEnded)
+            for logged in event.group.results
+        )
+        contents = contents_of(self._places, named, self.damage)
         for offset, pairs in chosen:
             spans = [
                 span for event, why in pairs for span in self._spans(run, event, why, contents)
@@ -157,8 +155,7 @@ class Tracer:
 
     def close(self) -> None:
         self._follower.close()
-        for reader in self._readers.values():
-            reader.close()
+        self._places.close()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         self._events += self._account.fact(offset, fact)
@@ -188,37 +185,3 @@ class Tracer:
         if isinstance(event, StepEnded):
             return step_spans(run, event)
         return group_spans(run, event, contents, sampled=why)
-
-    def _contents(self, events: Iterable[LedgerEvent]) -> dict[str, Content]:
-        """Return the contents of readable records by trajectory; record others in `damage`."""
-        named = {
-            (logged.partition, logged.offset): logged
-            for event in events
-            if isinstance(event, GroupEnded)
-            for logged in event.group.results
-        }
-        contents: dict[str, Content] = {}
-        for record in self._records(RecordPlace(*location) for location in named):
-            logged = named.pop((record.partition, record.offset), None)
-            if logged is not None and self.damage.is_sound(record, logged):
-                with suppress(SchemaError):  # reported by audit
-                    value = view_trajectory(record.value)
-                    fingerprint = fingerprint_of(record, value_of=value.trajectory)
-                    if value.trajectory == logged.trajectory or self.damage.is_sound(
-                        fingerprint, logged
-                    ):
-                        contents[logged.trajectory] = content_of(value)
-        self.damage.look_for_the_rest(named)
-        return contents
-
-    def _records(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
-        for stretch in stretches(places, GAP):
-            (partition, first), (_, last) = stretch[0], stretch[-1]
-            topic_partition = TopicPartition(self._topics.trajectories, partition)
-            if topic_partition not in self._readers:
-                self._readers[topic_partition] = self._bus.reader({topic_partition: first})
-            reader = self._readers[topic_partition]
-            reader.seek(topic_partition, first)
-            yield from records_until(
-                reader, {topic_partition: min(last + 1, self._bus.end(topic_partition))}
-            )

@@ -32,9 +32,7 @@ RUN_ID: Final = "dora-pipe.run"
 """File next to event files that names their run."""
 
 EVENTS: Final = "*tfevents*"
-
 CONFIG: Final = "run/config"
-
 MODE: Final = "WANDB_MODE"
 
 OFFLINE_MODES: Final = frozenset({"offline", "dryrun"})

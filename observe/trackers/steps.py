@@ -42,7 +42,7 @@ class _Sums:
     """Cumulative values at a commit."""
 
     sampled: float
-    moves: Counter[str]
+    migrations: Counter[str]
     outcomes: Counter[str]
     errors: Counter[str]
 
@@ -61,14 +61,14 @@ def track(
     With a clock, follows until the run ends or `stop`. Raises BusError, LogTruncated, errors of the
     tracker.
     """
-    stats = FigureStats(topics.run, contributions, tracker)
+    stats = TrackerStats(topics.run, contributions, tracker)
     if clock is None:
         stats.read(bus, topics, statuses=False)
         return stats.over
 
     def opened() -> LogFollower:
         nonlocal stats
-        stats = FigureStats(topics.run, contributions, tracker)
+        stats = TrackerStats(topics.run, contributions, tracker)
         return LogFollower(bus, topics, stats)
 
     def turn(follower: LogFollower) -> bool:
@@ -77,14 +77,14 @@ def track(
         return stats.over or stop()
 
     def away(error: BusError) -> bool:
-        LOG.warning("figures wait: the log is away: %s", error.message)
+        LOG.warning("metrics wait: cannot read the log: %s", error.message)
         return stop()
 
     follow_log(opened, turn, clock=clock, away=away)
     return stats.over
 
 
-class FigureStats(RunStats):
+class TrackerStats(RunStats):
     """Statistics that give a tracker each row it lacks."""
 
     def __init__(self, run: str, contributions: Contributions, tracker: Tracker) -> None:
@@ -107,7 +107,7 @@ class FigureStats(RunStats):
         self._give(
             ended.version,
             ended.ended_ns,
-            lambda: {f"{name}{figure}": value for figure, value in metrics.items()},
+            lambda: {f"{name}{metric}": value for metric, value in metrics.items()},
         )
 
     def _step(self, ended: StepEnded) -> None:
@@ -124,8 +124,8 @@ class FigureStats(RunStats):
                 **_rate(ended.fact),
                 **_ratios(self._contributed(ended)),
                 **_times(step, ended, now.sampled - before.sampled),
-                **self._worker_figures(),
-                **_counts("moves", before.moves, now.moves),
+                **self._worker_metrics(),
+                **_counts("migrations", before.migrations, now.migrations),
                 **_counts("groups", before.outcomes, now.outcomes),
                 **_invalid(now.errors - before.errors, now.errors),
             },
@@ -140,7 +140,7 @@ class FigureStats(RunStats):
     def _sums(self) -> _Sums:
         return _Sums(
             sampled=self.lengths.total,
-            moves=Counter(self.moves),
+            migrations=Counter(self.migrations),
             outcomes=Counter(self.outcomes),
             errors=Counter(self.errors),
         )
@@ -148,7 +148,7 @@ class FigureStats(RunStats):
     def _contributed(self, ended: StepEnded) -> Contributed:
         return contributed(ended.fact.step, self._contributions(ended.fact.contributions.sha256))
 
-    def _worker_figures(self) -> dict[str, float]:
+    def _worker_metrics(self) -> dict[str, float]:
         """Use only facts and decisions."""
         present = self.account.present()
         return {

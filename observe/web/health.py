@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import counted
-from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView
 from dora_pipe.observe.why import answer_of
-
-PIECES_MAX: Final = 8
 
 INVALID_SHARE: Final = 0.05
 
@@ -21,27 +17,12 @@ WarningLine = list[str]
 """Level (`bad` or `warn`), text, advice."""
 
 
-class Health:
-    """Warnings of a run; reads an open log once more, a few pieces per answer."""
-
-    def __init__(self, source: RunSource) -> None:
-        self._source = source
-        self._stats = RunStats(source.topics.run)
-        self._follower: LogFollower | None = None
-
-    def answer(self, view: RunView) -> dict[str, Any]:
-        """Return the warnings; `reading` if more follow."""
-        if view.finished:
-            return {"reading": False, "warnings": list(finished_warnings(view))}
-        if self._follower is None:
-            self._follower = self._stats.follow(self._source.bus, self._source.topics)
-        more = all(self._follower.advance() for _ in range(PIECES_MAX))
-        warnings = [] if more else list(open_warnings(self._stats, SystemClock().wall_ns()))
-        return {"reading": more, "warnings": warnings + list(finished_warnings(view))}
-
-    def close(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
+def health(view: RunView, stats: RunStats | None, *, reading: bool) -> dict[str, Any]:
+    """Return the warnings; `stats` are those of an open run, `reading` if more follow."""
+    warnings = list(finished_warnings(view))
+    if stats is not None and not (view.finished or reading):
+        warnings[:0] = open_warnings(stats, SystemClock().wall_ns())
+    return {"reading": reading and not view.finished, "warnings": warnings}
 
 
 def open_warnings(stats: RunStats, now_ns: int) -> Iterator[WarningLine]:

@@ -94,7 +94,6 @@ def overview(view: RunView) -> dict[str, Any]:
 
 
 def run_of(view: RunView) -> dict[str, Any]:
-    """Return identity and progress of a run."""
     row = view.catalogue.one("select config, seed, planner, package from runs")
     text, *facts = row or ("{}", None, None, None)
     config = msgspec.json.decode(text)
@@ -127,14 +126,14 @@ def _totals(view: RunView) -> dict[str, Any]:
     rows = view.rows("select outcome, count(*), sum(tokens)::bigint from groups group by outcome")
     outcomes = {outcome: count for outcome, count, _ in rows}
     tokens = sum(sampled for _, _, sampled in rows)
-    standings = dict(view.rows("select status, count(*) from records group by status"))
-    counted = standings.pop("bound", 0)
+    statuses = dict(view.rows("select status, count(*) from records group by status"))
+    counted = statuses.pop("bound", 0)
     run_s = max(1e-9, (view.last_ns - view.first_ns) / 1e9)
     return {
         "groups": sum(outcomes.values()),
         "open": outcomes.get("open", 0),
         "trajectories": counted,
-        "not_counting": sum(standings.values()),
+        "not_counting": sum(statuses.values()),
         "tokens": tokens,
         "tokens_per_s": short(tokens / run_s),
         "outcomes": {

@@ -135,16 +135,12 @@ def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]
     if listed is None:
         raise UsageError(f"no group {name!r} in run {view.run}")
     group = _group(view, name)
-    return {
-        "group": listed,
-        "facts": _group_facts(view, group),
-        "lineage": _lineage(view, group),
-    }
+    return {"group": listed, "facts": _group_facts(view, group), "lineage": _lineage(view, group)}
 
 
 def _group(view: RunView, name: str) -> dict[str, Any]:
-    (group,) = view.catalogue.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
-    return dict(zip(_GROUP, group, strict=True))
+    (group,) = view.records(f"select {', '.join(_GROUP)} from groups where group_id = ?", name)
+    return group
 
 
 def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
@@ -219,10 +215,16 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
     if listed is None:
         raise UsageError(f"no trajectory {name!r} in run {view.run}")
     group = _group(view, group_of(name))
-    columns = "attempt, scheduled_ns, worker, incarnation, resumed_tokens, schedule_reason"
-    attempts = view.catalogue.keyed(columns, "attempts", "trajectory_id", name, order="attempt")
-    columns = "concat('attempt ', attempt, ': ', error, ': ', message)"
-    errors = view.catalogue.keyed(columns, "failures", "trajectory_id", name, order="rowid")
+    attempts = view.rows(
+        """select attempt, scheduled_ns, worker, incarnation, resumed_tokens, schedule_reason
+           from attempts where trajectory_id = ? order by attempt""",
+        name,
+    )
+    errors = view.rows(
+        """select concat('attempt ', attempt, ': ', error, ': ', message) from failures
+           where trajectory_id = ? order by rowid""",
+        name,
+    )
     return {
         "row": listed,
         "group": group["group_id"],
@@ -244,7 +246,7 @@ def _contribution(
 ) -> dict[str, Any] | None:
     if group["outcome"] != "trained":
         return None
-    digests = view.catalogue.keyed("contributions", "steps", "step", group["step"], order="step")
+    digests = view.rows("select contributions from steps where step = ?", group["step"])
     rows = [row for (digest,) in digests for row in source.contributions(digest)]
     return next((row for row in rows if row["trajectory"] == name), None)
 
@@ -262,7 +264,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
     assert record is not None
     meta = trajectory.meta
     return {
-        "place": f"trajectories:{named.partition}:{named.offset}",
+        "position": f"trajectories:{named.partition}:{named.offset}",
         "bytes": len(record.value),
         "reward_raw": meta.reward_raw,
         "reward_parts": meta.reward_parts | _group_parts(view, name),
@@ -282,10 +284,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
 
 def _group_parts(view: RunView, name: str) -> dict[str, float]:
     """Return scores outside the record, of rewards computed over the group."""
-    rows = view.catalogue.keyed(
-        "group_parts", "trajectories", "trajectory_id", name, order="trajectory_id"
-    )
-    parts = next((value for (value,) in rows), None)
+    parts = view.value("select group_parts from trajectories where trajectory_id = ?", name)
     return msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
 
 
@@ -369,7 +368,7 @@ def tree_of(
     """Return contexts and calls of a record; None for one context without calls.
 
     `contexts`: [parent or null, shared tokens, start, end]; `shared`: stretches of the record that
-    each begins with. Calls are in ms after placement. `said` returns texts that may be shown.
+    each begins with. Calls are in ms after placement. `printable` returns texts that may be shown.
     """
     meta = trajectory.meta
     if not meta.contexts and not meta.calls:

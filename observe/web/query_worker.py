@@ -13,10 +13,14 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.loop.run_lifecycle import run_is_over
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.ledger.database import fresh_catalogue
 from dora_pipe.ledger.reading import LivingCatalogue, log_source, save_finished
+from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.web import pages, tables
-from dora_pipe.observe.web.health import Health
+from dora_pipe.observe.web.health import health
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.samples import mismatch, texts
@@ -44,13 +48,20 @@ class _Tables:
             self._end = log_source(source.bus, source.topics)
         if source.catalogue is not None and self._end is not None:
             saved = fresh_catalogue(source.catalogue, self._end)
+        self.stats: RunStats | None = None
         self._living = None
         self._view: RunView | None = None
         if saved is not None:
             stack.callback(saved.close)
             self._view = view_of(saved, source.topics.run)
         else:
-            self._living = LivingCatalogue(source.bus, source.topics)
+            bus, topics = source.bus, source.topics
+            end = bus.end(TopicPartition(topics.decisions, 0))
+            if run_is_over(bus, topics, end, SystemClock()):
+                self._living = LivingCatalogue(bus, topics)
+            else:
+                self.stats = stats = RunStats(topics.run)
+                self._living = LivingCatalogue(bus, topics, stats, statuses=stats.status)
             stack.callback(self._living.catalogue.close)
             stack.callback(self._living.close)
 
@@ -124,8 +135,6 @@ class QueryWorker:
     def _open(self) -> None:
         self._source = self._stack.enter_context(self._opener())
         self._tables = _Tables(self._source, self._stack)
-        self._health = Health(self._source)
-        self._stack.callback(self._health.close)
 
     def _read_on(self, piece: Future[bool]) -> None:
         self._failed = piece.exception()
@@ -168,14 +177,13 @@ class QueryWorker:
             case "overview":
                 return self._kept(name, view.revision, lambda: overview(view))
             case "health":
-                return self._health.answer(view)
+                return health(view, self._tables.stats, reading=not self._whole)
             case "texts":
                 return texts(view, self._source, asked)
             case _:
                 return self._kept(name, view.version, lambda: mismatch(view, self._source))
 
     def _kept(self, name: str, revision: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Cache an expensive answer until its revision changes."""
         cached = self._answers.get(name)
         if cached is None or cached[0] != revision:
             cached = self._answers[name] = revision, make()

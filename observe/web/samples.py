@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from statistics import fmean
 from typing import Any, Final
 
-from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.places import PlaceReader
 from dora_pipe.consumers.contributions import by_staleness, distance, with_ratio
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, logged_records
@@ -18,7 +18,6 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 STEPS_MAX: Final = 40
-
 EXCERPT_TOKENS: Final = 160
 
 
@@ -57,9 +56,10 @@ def texts(view: RunView, source: RunSource, asked: Query) -> dict[str, list[str]
     condition = f"{COUNTS} and trajectory_id in (select unnest(?::varchar[]))"
     rows = logged_records(view.catalogue, condition, [names])
     texts_by_name: dict[str, list[str]] = {}
-    for record, named in named_records(source, rows.values(), Damage()):
-        with suppress(SchemaError):  # a dead letter
-            texts_by_name[named.trajectory] = excerpts(decode_trajectory(record.value), decode)
+    with closing(PlaceReader(source.bus, source.topics.trajectories)) as reader:
+        for record, named in reader.named(rows.values(), Damage()):
+            with suppress(SchemaError):  # a dead letter
+                texts_by_name[named.trajectory] = excerpts(decode_trajectory(record.value), decode)
     return texts_by_name
 
 

@@ -33,7 +33,6 @@ _ROWS: Final[dict[str, type[TableRow]]] = {
 _TYPES: Final = {
     f"{alias}.{one.name}": one.sql for alias, row in _ROWS.items() for one in columns_of(row)
 }
-"""Column types that are not text, as the catalogue declares them."""
 
 _BOUNDS: Final = {"": "=", "_min": ">=", "_max": "<="}
 
@@ -59,9 +58,7 @@ class Listing:
 
     def conditions(self, view: RunView, asked: Query) -> list[Condition]:
         """Return conditions for `NAME`, `NAME_min` and `NAME_max`; bounds exclude missing values.
-
-        Raises UsageError for an invalid number.
-        """
+        Raises UsageError for an invalid number."""
         return [
             (f"{sql} {sign} ?", self._bound(view, asked, name, name + suffix))
             for name, sql in self.columns.items()
@@ -95,10 +92,7 @@ class Listing:
         offset: int = 0,
     ) -> list[Row]:
         """Return matching rows sorted by `order` (a column; `-` for descending), missing values
-        last.
-
-        Raises UsageError for an unknown column.
-        """
+        last. Raises UsageError for an unknown column."""
         where, values = _where(conditions)
         by = f"{self._order(order)}, {self.order}" if order else self.order
         rows = view.rows(
@@ -123,14 +117,9 @@ class Listing:
             ),
         }
 
-    def of(self, view: RunView, key: str, value: Any) -> list[Row]:
-        columns = ", ".join(self.columns.values())
-        rows = view.catalogue.keyed(columns, self.source, key, value, order=self.order)
-        return [self._shown(view, row) for row in rows]
-
     def one(self, view: RunView, key: str, value: Any) -> dict[str, Any] | None:
         """Return the row with this key as a mapping, if any."""
-        rows = self.of(view, key, value)
+        rows = self.rows(view, [(f"{key} = ?", value)])
         return dict(zip(self.columns, rows[0], strict=True)) if rows else None
 
     def _order(self, order: str) -> str:

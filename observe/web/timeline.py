@@ -7,9 +7,7 @@ from typing import Any, Final
 from dora_pipe.observe.web.view import RunView, short
 
 PIECES_MAX: Final = 4000
-
 TRAINER_PIECES_MAX: Final = 1000
-
 SLICES_MAX: Final = 256
 
 SLICE_NS: Final = 50_000_000
@@ -128,14 +126,14 @@ UTILISATION: Final = f"""
     with slices as (
         select i as slice, $1 + i * $3 as low_ns, $1 + (i + 1) * $3 as high_ns
         from range($4) r(i)),
-    stays as (
+    incarnations as (
         select incarnation, greatest(slots, 1) as slots, joined_ns,
                least(coalesce(gone_ns, $2), {STOPPED}) as gone_ns
         from workers),
     held as (
         select incarnation, greatest(scheduled_ns, joined_ns) - $1 as low,
                least(coalesce(ended_ns, gone_ns), gone_ns) - $1 as high
-        from attempts join stays using (incarnation)),
+        from attempts join incarnations using (incarnation)),
     busy as (
         select incarnation, slice,
                sum(least(high, (slice + 1) * $3) - greatest(low, slice * $3)) as busy_ns
@@ -146,7 +144,7 @@ UTILISATION: Final = f"""
         select slice, known_ns, least(1, coalesce(busy_ns, 0) / slots / known_ns) as share
         from (select slice, incarnation, slots,
                      least(gone_ns, high_ns) - greatest(joined_ns, low_ns) as known_ns
-              from slices join stays on joined_ns < high_ns and gone_ns > low_ns)
+              from slices join incarnations on joined_ns < high_ns and gone_ns > low_ns)
         left join busy using (incarnation, slice)),
     told as (
         select (logged_ns - $1) // $3 as slice, sum(tokens)::double as tokens

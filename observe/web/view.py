@@ -11,11 +11,8 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.ledger.database import Catalogue
 
 T = TypeVar("T")
-
 TEXT_MAX: Final = 200
-
 FIELDS_MAX: Final = 32
-
 HIDDEN: Final = "(hidden)"
 
 
@@ -85,12 +82,10 @@ class RunView:
         return None if row is None else row[0]
 
     def seconds(self, at_ns: int | None) -> float | None:
-        """Convert a moment to seconds of the run."""
         return seconds(at_ns, self.first_ns)
 
     @property
     def version(self) -> int:
-        """Return the newest version; -1 without one."""
         newest = self.value("select max(version) from versions")
         return -1 if newest is None else int(newest)
 
@@ -154,7 +149,6 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
 
 
 def short(value: float | None, digits: int = 4) -> float | None:
-    """Round to significant digits for JSON."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 

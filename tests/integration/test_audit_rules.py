@@ -359,7 +359,7 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
         "which was never published",
     ),
     "ready stranger": (_fact(WorkerReady, 3, incarnation=99_999), "control", "never joined with"),
-    "served weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),
+    "served weights": (_hosts_other_weights, "C1", "serves other weights than the published"),
     "another run": (_fact(RunStarted, 0, run="other"), "control", "starts another run"),
     "joined late": (_joined_under_another_name, "control", "never joined with"),
     "before": (_commit(digest_before=NOBODY), "steps", "does not start from the weights"),
@@ -400,7 +400,7 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "attempt that was not placed": (
         _forged(TrajectoriesLogged, _next_attempt, lambda fact: True),
         "control",
-        "but no decision placed it there",
+        "but no decision scheduled it there",
     ),
     "version that was not assigned": (
         _forged(WorkerReady, lambda value: {"version": 0}, _joined_later),

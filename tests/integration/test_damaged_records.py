@@ -65,7 +65,7 @@ def test_show_says_so_and_ends_with_exit_code_5(
     assert f"error: {name}: " in err and text in err
     description = json.loads(out)
     (bound,) = [row for row in description["records"] if row["status"] == "bound"]
-    assert text in bound["found"]
+    assert text in bound["comparison"]
     assert "segments" not in description
 
 

@@ -83,7 +83,7 @@ def test_a_run_that_holds_has_no_finding_and_the_figures_of_audit(
     assert ledger.findings.lines == []
     assert ledger.findings.looked > 10_000
     assert (len(ledger.commits), ledger.rounds) == (ours.steps, ours.rounds)
-    assert dict(standings) == {"counts": ours.standings.pop("bound")} | ours.standings
+    assert dict(standings) == {"counts": ours.record_statuses.pop("bound")} | ours.record_statuses
     outcomes = Counter(group.outcome for group in ledger.groups.values())
     assert outcomes == Counter(
         {outcome.outcome: outcome.groups for outcome in ours.outcomes if outcome.groups}

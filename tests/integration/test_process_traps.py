@@ -109,7 +109,7 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
     }
     assert not {(record.incarnation, record.partition, record.offset) for record in late} & trained
     assert report.holds, report.violations
-    assert report.standings["fenced"] >= len(late)
+    assert report.record_statuses["fenced"] >= len(late)
     again = [fact for offset, fact in joined if offset > incarnation]
     assert again, "it did not join again"
     assert {fact.pid for _, fact in joined} == {again[0].pid}, "in the same process"

@@ -36,7 +36,7 @@ WRONG_SCHEMA = b'{"kind":"step-committed","at_ns":"yesterday","step":-1}'
 
 LIES = (
     "starts another run",
-    "by w9, but no decision placed it there",
+    "by w9, but no decision scheduled it there",
     "is of another run, in the log at trajectories:1:",
     "its bytes at trajectories:2:",
     "was logged, but trajectories:",

@@ -1,4 +1,4 @@
-"""Figures by the command line: read back with tensorboard's own reader, and gone on with."""
+"""RatioMetrics by the command line: read back with tensorboard's own reader, and gone on with."""
 
 from __future__ import annotations
 

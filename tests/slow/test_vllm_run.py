@@ -100,7 +100,7 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
         report = audit(run.bus, run.topics, run.store)
     by_engine = {engine.engine: engine.trajectories for engine in report.engines}
     assert min(by_engine[name] for name in ("vllm", "torch")) > 0
-    assert sum(by_engine.values()) == report.standings["bound"]
+    assert sum(by_engine.values()) == report.record_statuses["bound"]
     assert len(key) > 32
     for file in directory.rglob("*"):
         assert not file.is_file() or key.encode() not in file.read_bytes(), file

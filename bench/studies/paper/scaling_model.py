@@ -65,11 +65,7 @@ class ScalingModel:
 
 
 FITTED: Final = ScalingModel(
-    slots_per_gpu=28,
-    tau_s=0.0239,
-    rise=0.25,
-    train_fixed_s=174.9,
-    train_gpu_s=19567.9,
+    slots_per_gpu=28, tau_s=0.0239, rise=0.25, train_fixed_s=174.9, train_gpu_s=19567.9
 )
 """Fitted on 2026-11-24 at commit 85419847 to the synchronous and one-step rows."""
 

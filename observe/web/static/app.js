@@ -37,18 +37,18 @@ async function draw(again = false) {
   const own = ++turn, at = place();
   main.setAttribute("aria-busy", "true");
   newPage();
-  let found;
+  let page;
   try {
-    found = await drawn(at);
+    page = await drawn(at);
   } catch (error) {
-    found = { title: "Not found", body: [h("h1", { tabindex: -1 }, "Not found"),
+    page = { title: "Not found", body: [h("h1", { tabindex: -1 }, "Not found"),
       h("p", { id: "problem" }, error.message)] };
   }
   if (own !== turn) return;
   const kept = again ? keep() : null;
-  main.replaceChildren(...[found.body].flat(4).filter(Boolean));
+  main.replaceChildren(...[page.body].flat(4).filter(Boolean));
   main.removeAttribute("aria-busy");
-  document.title = `${found.title} – dora-pipe`;
+  document.title = `${page.title} – dora-pipe`;
   head(at);
   if (kept) restore(kept);
   else if (shown) {
@@ -106,13 +106,13 @@ function live() {
 async function watch() {
   let wait = FOLLOW_MS;
   try {
-    const found = await get("run");
-    const changed = found.revision !== run.revision || found.read !== run.read;
-    run = found;
-    if (found.read < 1) wait = READING_MS;
+    const fresh = await get("run");
+    const changed = fresh.revision !== run.revision || fresh.read !== run.read;
+    run = fresh;
+    if (fresh.read < 1) wait = READING_MS;
     if (changed && follow && !busy()) {
       await draw(true);
-      news.textContent = `${found.name}: ${stateOf(found)}`;
+      news.textContent = `${fresh.name}: ${stateOf(fresh)}`;
     }
     document.body.classList.remove("lost");
   } catch {

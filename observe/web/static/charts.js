@@ -13,11 +13,11 @@ export function ticks(low, high, most, whole = false) {
   const power = 10 ** Math.floor(Math.log10(raw));
   let step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw);
   if (whole) step = Math.max(1, Math.round(step));
-  const found = [];
+  const values = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) {
-    found.push(Number(at.toPrecision(12)));
+    values.push(Number(at.toPrecision(12)));
   }
-  return found;
+  return values;
 }
 
 export function scale(low, high, from, to) {
@@ -292,15 +292,15 @@ const NARROW = 4;
 
 // Neighbours too narrow to draw become one piece, with the last version that it names.
 function joinedPieces(pieces, x) {
-  const found = [];
+  const merged = [];
   for (const [from, ready, until, version] of pieces) {
-    const last = found[found.length - 1];
+    const last = merged[merged.length - 1];
     const narrow = x(until) - x(from) < NARROW;
     if (narrow && last && last.several && x(last.until) - x(last.from) < 10 * NARROW) {
       Object.assign(last, { until, last: version });
-    } else found.push({ from, ready, until, version, last: version, several: narrow });
+    } else merged.push({ from, ready, until, version, last: version, several: narrow });
   }
-  return found;
+  return merged;
 }
 
 // A row per worker: the versions that it served. Two tones alternate; loading is hatched.

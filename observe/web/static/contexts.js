@@ -12,15 +12,15 @@ export function inOrder(contexts) {
   contexts.forEach(([parent], number) => {
     children.set(parent, [...(children.get(parent) || []), number]);
   });
-  const found = [];
+  const order = [];
   const left = [...(children.get(null) || [])].reverse().map((number) => [number, 0]);
   while (left.length) {
     const [number, depth] = left.pop();
-    found.push([number, depth]);
+    order.push([number, depth]);
     const own = children.get(number) || [];
     left.push(...[...own].reverse().map((one) => [one, depth + 1]));
   }
-  return found;
+  return order;
 }
 
 function callersIn(rows) {

@@ -2,7 +2,7 @@
 
 export async function get(path) {
   const answer = await fetch(`api/${path}`, { headers: { Accept: "application/json" } });
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(found.hint ? `${found.error} (${found.hint})` : found.error);
-  return found;
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.hint ? `${body.error} (${body.hint})` : body.error);
+  return body;
 }

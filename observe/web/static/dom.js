@@ -58,8 +58,8 @@ const IDS = [
 // The address of an id's page, or null.
 export function addressOf(id) {
   for (const [pattern, page] of IDS) {
-    const found = pattern.exec(id);
-    if (found) return `#/${page}/${found[1] || id}`;
+    const match = pattern.exec(id);
+    if (match) return `#/${page}/${match[1] || id}`;
   }
   return null;
 }

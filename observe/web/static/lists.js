@@ -34,9 +34,9 @@ export function heading(name, asked) {
 
 export async function listPage(name, fields) {
   const asked = new URLSearchParams(fields);
-  const found = await get(`${name}?${asked}`);
-  const last = Math.min(found.offset + found.rows.length, found.total);
-  const range = found.total ? `${show(found.offset + 1)} to ${show(last)} of ${show(found.total)}` :
+  const list = await get(`${name}?${asked}`);
+  const last = Math.min(list.offset + list.rows.length, list.total);
+  const range = list.total ? `${show(list.offset + 1)} to ${show(last)} of ${show(list.total)}` :
     "none";
   const headers = heading(name, asked);
   return {
@@ -44,27 +44,27 @@ export async function listPage(name, fields) {
     body: [
       h("h1", { tabindex: -1 }, TITLES[name], " ", h("span", { class: "state", role: "status",
         id: "range" }, range)),
-      FIELDS[name].length ? filters(name, asked, found) : null,
-      name === "trajectories" ? await browser(found, asked, headers) :
-        table(found, { caption: TITLES[name], headers }),
-      turns(name, asked, found),
-      name === "decisions" ? counts(found.counts) : null,
+      FIELDS[name].length ? filters(name, asked, list) : null,
+      name === "trajectories" ? await browser(list, asked, headers) :
+        table(list, { caption: TITLES[name], headers }),
+      turns(name, asked, list),
+      name === "decisions" ? counts(list.counts) : null,
     ],
   };
 }
 
 // The trajectories of a page with their texts; two of them are open.
-export async function browser(found, asked, headers = null) {
-  const at = Object.fromEntries(found.columns.map((name, place) => [name, place]));
+export async function browser(list, asked, headers = null) {
+  const at = Object.fromEntries(list.columns.map((name, place) => [name, place]));
   const texts = await get(`texts?${asked}`);
   const used = new Set([...SHOWN, (asked.get("sort") || "").replace("-", ""),
     ...[...asked.keys()].map((one) => one.replace(/_(min|max)$/, ""))]);
-  const columns = found.columns.filter((one) => used.has(one));
+  const columns = list.columns.filter((one) => used.has(one));
   const open = reader();
   const buttons = new Map();
   const press = (name) => open.toggle(name).then(() => buttons.forEach((button, own) =>
     button.setAttribute("aria-pressed", open.names.includes(own))));
-  const rows = found.rows.map((row) => {
+  const rows = list.rows.map((row) => {
     const name = row[at.trajectory], [prompt, response] = texts[name] || [null, null];
     const button = h("button", { type: "button", "aria-pressed": "false", "aria-label": `Read ${name}`,
       onclick: () => press(name) }, "Read");
@@ -72,7 +72,7 @@ export async function browser(found, asked, headers = null) {
     const clip = (text) => (text === null ? null : h("span", { class: "clip" }, text));
     return [...columns.map((one) => row[at[one]]), clip(prompt), clip(response), button];
   });
-  for (const name of contrast(found.rows.map((row) => [row[at.trajectory], row[at.reward]]))) {
+  for (const name of contrast(list.rows.map((row) => [row[at.trajectory], row[at.reward]]))) {
     await press(name);
   }
   const listed = { columns: [...columns, "prompt", "response", "read"], rows };
@@ -103,7 +103,7 @@ function dropped({ columns, rows }, names) {
   return { columns: keep.map((at) => columns[at]), rows: rows.map((row) => keep.map((at) => row[at])) };
 }
 
-function filters(name, asked, found) {
+function filters(name, asked, list) {
   const go = (event) => {
     event.preventDefault();
     const chosen = new URLSearchParams();
@@ -112,14 +112,14 @@ function filters(name, asked, found) {
     }
     location.hash = `#/${name}?${chosen}`;
   };
-  const orders = ["", ...found.columns.flatMap((one) => [`-${one}`, one])];
+  const orders = ["", ...list.columns.flatMap((one) => [`-${one}`, one])];
   const fields = [...FIELDS[name], ["sort", "sort by", orders]];
   const active = [...asked].filter(([field]) => fields.some(([own]) => own === field));
   return h("div", { class: "filtering" }, fold("filters", active.length ?
     `Filters: ${active.map(([field, value]) => `${field} ${value}`).join(", ")}` : "Filters",
   h("form", { class: "filters", onsubmit: go, role: "search" },
     fields.map(([field, label, kind]) => {
-      const options = field === "kind" ? ["", ...Object.keys(found.counts)
+      const options = field === "kind" ? ["", ...Object.keys(list.counts)
         .filter((one) => one !== "dispatch" && one !== "schedule")] : kind;
       const now = asked.get(field) || "";
       const input = Array.isArray(options) ?
@@ -133,18 +133,18 @@ function filters(name, asked, found) {
   active.length ? h("a", { href: `#/${name}` }, "Clear") : null);
 }
 
-function turns(name, asked, found) {
+function turns(name, asked, list) {
   const limit = Number(asked.get("limit") || 50);
   const at = (offset) => {
     const next = new URLSearchParams(asked);
     next.set("offset", Math.max(0, offset));
     return `#/${name}?${next}`;
   };
-  const before = found.offset > 0, after = found.offset + found.rows.length < found.total;
+  const before = list.offset > 0, after = list.offset + list.rows.length < list.total;
   if (!before && !after) return null;
   return h("nav", { class: "turns", "aria-label": "pages of the list" },
-    before ? h("a", { href: at(found.offset - limit) }, "Previous") : null,
-    after ? h("a", { href: at(found.offset + limit) }, "Next") : null);
+    before ? h("a", { href: at(list.offset - limit) }, "Previous") : null,
+    after ? h("a", { href: at(list.offset + limit) }, "Next") : null);
 }
 
 function counts(all) {

@@ -24,42 +24,42 @@ function title(text) {
 // The trajectories that match, with their texts.
 async function readable(fields) {
   const asked = new URLSearchParams(fields);
-  const found = await get(`trajectories?${asked}&limit=${LIMIT}`);
-  const own = await browser(found, new URLSearchParams({ ...fields, limit: LIMIT }),
+  const answer = await get(`trajectories?${asked}&limit=${LIMIT}`);
+  const own = await browser(answer, new URLSearchParams({ ...fields, limit: LIMIT }),
     heading("trajectories", asked));
-  return found.total > found.rows.length ? [own, h("p", null, listLink("trajectories", fields,
-    `All ${show(found.total)} trajectories`))] : own;
+  return answer.total > answer.rows.length ? [own, h("p", null, listLink("trajectories", fields,
+    `All ${show(answer.total)} trajectories`))] : own;
 }
 
 export async function stepPage(id) {
-  const found = await get(`step/${id}`), own = found.step, number = own.step;
+  const answer = await get(`step/${id}`), own = answer.step, number = own.step;
   return {
     title: `Step ${number}`,
     body: [
       title(`Step ${number}`),
       h("nav", { class: "turns", "aria-label": "neighbouring steps" },
         number > 0 ? link("step", number - 1, `Step ${number - 1}`) : null,
-        number < found.newest ? link("step", number + 1, `Step ${number + 1}`) : null),
+        number < answer.newest ? link("step", number + 1, `Step ${number + 1}`) : null),
       tiles([["reward", show(own.reward), own.invalid ? `${own.invalid} invalid` : null],
         ["loss", show(own.loss)], ["gradient norm", show(own.grad_norm)],
         ["tokens", show(own.tokens), `${show(own.groups)} groups`],
         ["step time", `${show(own.seconds)} s`, `${show(own.waited_s)} s waiting`],
         ["staleness", show(own.staleness)]]),
       lineage([
-        ["sampled from", found.versions.map(([version, count], at) => [at ? ", " : "",
+        ["sampled from", answer.versions.map(([version, count], at) => [at ? ", " : "",
           link("version", version, `version ${version}`), ` (${count} groups)`])],
         ["trained in", `step ${number}`],
         ["produced", link("version", number + 1, `version ${number + 1}`)],
-        ["used for", listLink("groups", { version: number + 1 }, `${show(found.sampled_from)} groups`)],
+        ["used for", listLink("groups", { version: number + 1 }, `${show(answer.sampled_from)} groups`)],
       ]),
       h("h2", null, "Trajectories"), await readable({ step: number, outcome: "trained" }),
-      ...(found.parts ? [h("h2", null, "Parts of the batch"),
-        table(found.parts, { caption: `Parts of step ${number}` })] : []),
-      fold("groups", `Groups (${found.groups.rows.length})`,
-        table(found.groups, { caption: `Groups of step ${number}` })),
-      fold("metrics", "Metrics", facts(found.metrics)),
-      fold("commit", "Commit", facts(found.facts, true)),
-      fold("settings", "Settings in force", facts(found.settings)),
+      ...(answer.parts ? [h("h2", null, "Parts of the batch"),
+        table(answer.parts, { caption: `Parts of step ${number}` })] : []),
+      fold("groups", `Groups (${answer.groups.rows.length})`,
+        table(answer.groups, { caption: `Groups of step ${number}` })),
+      fold("metrics", "Metrics", facts(answer.metrics)),
+      fold("commit", "Commit", facts(answer.facts, true)),
+      fold("settings", "Settings in force", facts(answer.settings)),
     ],
   };
 }
@@ -85,7 +85,7 @@ function cameFrom(own, here) {
 }
 
 export async function groupPage(id) {
-  const found = await get(`group/${id}`), own = found.group;
+  const answer = await get(`group/${id}`), own = answer.group;
   return {
     title: `Group ${own.group}`,
     body: [
@@ -93,39 +93,39 @@ export async function groupPage(id) {
       tiles([["reward", show(own.reward)], ["outcome", own.outcome, own.end_reason],
         ["trajectories", show(own.trajectories)], ["tokens", show(own.tokens)],
         ["staleness", show(own.staleness), `deadline step ${show(own.deadline)}`]]),
-      cameFrom(found.lineage, `group ${own.group}`),
+      cameFrom(answer.lineage, `group ${own.group}`),
       h("h2", null, "Trajectories"), await readable({ q: own.group }),
-      fold("facts", "Dispatch", facts(found.facts, true)),
+      fold("facts", "Dispatch", facts(answer.facts, true)),
     ],
   };
 }
 
 export async function versionPage(id) {
-  const found = await get(`version/${id}`), number = found.version;
-  const steps = found.steps.map(([step, count], at) =>
+  const answer = await get(`version/${id}`), number = answer.version;
+  const steps = answer.steps.map(([step, count], at) =>
     [at ? ", " : "", link("step", step, `step ${step}`), ` (${count})`]);
   return {
     title: `Version ${number}`,
     body: [
       title(`Version ${number}`),
-      tiles(found.evaluations.rows.map(([name, reward, valid, count]) => [
+      tiles(answer.evaluations.rows.map(([name, reward, valid, count]) => [
         name === "default" ? "evaluation" : `evaluation ${name}`, show(reward), `${valid} of ${count} valid`])),
-      lineage([["produced by", madeBy(found.made_by)], ["version", `version ${number}`],
+      lineage([["produced by", madeBy(answer.made_by)], ["version", `version ${number}`],
         ["trained in", steps.length ? steps : "no step yet"]]),
       h("h2", null, "Groups"),
-      table(found.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
+      table(answer.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
       h("p", null, listLink("groups", { version: number }, "Groups of this version"), " · ",
         listLink("trajectories", { version: number }, "Trajectories of this version")),
       h("h2", null, "Workers"),
-      table(found.served, { caption: "Workers", none: "No worker served it." }),
+      table(answer.served, { caption: "Workers", none: "No worker served it." }),
     ],
   };
 }
 
 export async function trajectoryPage(id, fields) {
   const from = new URLSearchParams(fields).get("from") || "0";
-  const found = await get(`trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
-  const { row, record } = found;
+  const answer = await get(`trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
+  const { row, record } = answer;
   return {
     title: `Trajectory ${row.trajectory}`,
     body: [
@@ -134,27 +134,27 @@ export async function trajectoryPage(id, fields) {
         ["tokens", show(row.tokens), row.finish && `finish ${row.finish}`],
         ["staleness", show(row.staleness)], ["worker", show(row.worker),
           row.attempts > 1 ? `${row.attempts} attempts` : null]]),
-      cameFrom(found.lineage, [link("group", found.group, `group ${found.group}`)]),
+      cameFrom(answer.lineage, [link("group", answer.group, `group ${answer.group}`)]),
       h("h2", { class: "unseen" }, "Text"),
-      record.missing ? h("p", { class: "note" }, record.missing) : conversation(found),
-      found.errors.length ? [h("h2", null, "Errors"),
-        h("ul", { class: "warnings" }, found.errors.map((text) => h("li", { class: "bad" }, text)))] : null,
+      record.missing ? h("p", { class: "note" }, record.missing) : conversation(answer),
+      answer.errors.length ? [h("h2", null, "Errors"),
+        h("ul", { class: "warnings" }, answer.errors.map((text) => h("li", { class: "bad" }, text)))] : null,
       record.tree ? [h("h2", null, "Calls"), callsOf(record.tree)] : null,
       record.missing ? null : h("div", { class: "charts" }, course(record)),
-      fold("contribution", "Contribution to the step", contribution(found.contribution)),
-      fold("attempts", `Attempts (${found.attempts.rows.length})`,
-        table(found.attempts, { caption: "Attempts" })),
+      fold("contribution", "Contribution to the step", contribution(answer.contribution)),
+      fold("attempts", `Attempts (${answer.attempts.rows.length})`,
+        table(answer.attempts, { caption: "Attempts" })),
       record.missing ? null : fold("record", "Record", facts(recordFacts(record)),
         table(record.segments, { caption: "Segments" })),
-      fold("facts", "Group", facts(found.facts, true)),
+      fold("facts", "Group", facts(answer.facts, true)),
     ],
   };
 }
 
 function recordFacts(record) {
-  const { place, bytes, reward_raw, reward_error, error, migrations, prompt_tokens, prefills } = record;
+  const { position, bytes, reward_raw, reward_error, error, migrations, prompt_tokens, prefills } = record;
   const parts = Object.entries(record.reward_parts).map(([name, value]) => `${name} ${show(value)}`);
-  return { place, bytes, "raw reward": reward_raw, "reward components": parts.join(", "),
+  return { position, bytes, "raw reward": reward_raw, "reward components": parts.join(", "),
     answer: record.reward_answer, "reward error": reward_error, error, migrations,
     "prompt tokens": prompt_tokens, "prefilled at token": prefills.join(", ") };
 }

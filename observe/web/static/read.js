@@ -35,8 +35,8 @@ const MODES = {
 };
 
 function level(value, edges) {
-  const found = edges.findIndex((edge) => value < edge);
-  return found < 0 ? SHADES - 1 : found;
+  const index = edges.findIndex((edge) => value < edge);
+  return index < 0 ? SHADES - 1 : index;
 }
 
 function textOf(tokens, at) {
@@ -44,11 +44,11 @@ function textOf(tokens, at) {
   return tokens.ids ? `${tokens.ids[at]} ` : "▒ ";
 }
 
-function spansOf(found, mode) {
+function spansOf(answer, mode) {
   const { value, shade, below } = MODES[mode];
-  const tokens = found.record.tokens;
+  const tokens = answer.record.tokens;
   return tokens.mask.map((_, at) => {
-    const own = value(tokens, at, found.contribution);
+    const own = value(tokens, at, answer.contribution);
     const none = own === null || own === undefined;
     const classes = ["t", none ? "" : `s${shade(own)}`, !none && below && below(own) ? "u" : ""];
     return h("span", { class: classes.filter(Boolean).join(" "), "data-at": at },
@@ -60,7 +60,7 @@ const OPEN = ["<|im_start|>", "<|start_header_id|>"];
 
 // Messages of a segment by the markers of ChatML and Llama 3: [role, from, to]; else one message.
 export function messagesIn(kind, from, to, text) {
-  const found = [[kind, from, from]];
+  const messages = [[kind, from, from]];
   for (let at = from; at < to; at += 1) {
     if (OPEN.includes(text(at).trim())) {
       let role = "", next = at + 1;
@@ -68,23 +68,23 @@ export function messagesIn(kind, from, to, text) {
         role += text(next);
         next += 1;
       }
-      found.push([role.trim() || kind, at, at]);
+      messages.push([role.trim() || kind, at, at]);
       at = next;
     }
-    found[found.length - 1][2] = at + 1;
+    messages[messages.length - 1][2] = at + 1;
   }
-  return found.filter(([, start, end]) => end > start);
+  return messages.filter(([, start, end]) => end > start);
 }
 
 // Segments; neighbors of one turn and version are one.
 function runs(rows) {
-  const found = [];
+  const merged = [];
   for (const row of rows) {
-    const last = found[found.length - 1];
+    const last = merged[merged.length - 1];
     if (last && last[0] === row[0] && last[1] === row[1] && last[5] === row[5]) last[3] = row[3];
-    else found.push([...row]);
+    else merged.push([...row]);
   }
-  return found;
+  return merged;
 }
 
 const SIDES = { model: "model", assistant: "model" };
@@ -106,16 +106,16 @@ function bubbles(record, spans) {
 }
 
 // A conversation with its choice of color; `small` is one of two side by side.
-export function conversation(found, small = false) {
-  const { record } = found, { tokens, tree, segments } = record;
-  const own = record.place.replaceAll(":", "-");
-  const place = region(`text of ${found.row.trajectory}`, { class: "tokens" });
+export function conversation(answer, small = false) {
+  const { record } = answer, { tokens, tree, segments } = record;
+  const own = record.position.replaceAll(":", "-");
+  const place = region(`text of ${answer.row.trajectory}`, { class: "tokens" });
   const note = h("p", { class: "note shading" });
   const chosen = h("p", { role: "status", class: "chosen" });
   const shades = h("span", { class: "shades", "aria-hidden": "true" },
     Array.from({ length: SHADES }, (_, one) => h("span", { class: `t s${one}` }, "  ")));
   const draw = (mode) => {
-    const spans = spansOf(found, mode);
+    const spans = spansOf(answer, mode);
     note.textContent = MODES[mode].note;
     shades.hidden = mode === "none";
     place.replaceChildren(...(tree ? [branches(tree, segments, tokens, spans, textOf)] :
@@ -123,21 +123,21 @@ export function conversation(found, small = false) {
   };
   const tell = (event) => {
     const at = event.target.dataset.at;
-    if (at !== undefined) chosen.textContent = metricsOf(tokens, Number(at), found.contribution);
+    if (at !== undefined) chosen.textContent = metricsOf(tokens, Number(at), answer.contribution);
   };
   place.addEventListener("click", tell);
   place.addEventListener("mouseover", tell);
-  place.addEventListener("keydown", (event) => walk(event, place, tokens, chosen, found));
+  place.addEventListener("keydown", (event) => walk(event, place, tokens, chosen, answer));
   draw("none");
   const choice = h("select", { id: `color-${own}`, class: "shade",
     onchange: (event) => draw(event.target.value) },
-  Object.entries(MODES).filter(([mode]) => mode !== "advantage" || found.contribution)
+  Object.entries(MODES).filter(([mode]) => mode !== "advantage" || answer.contribution)
     .map(([mode, { name }]) => h("option", { value: mode }, name)));
   return h("div", null, h("p", { class: "inline" },
     h("label", { for: `color-${own}` }, "Color tokens by "), choice, shades),
-  found.redacted ? h("p", { class: "note" }, "Texts are hidden (--redact).") : null,
-  place, chosen, note, small ? null : parts(found.row.trajectory, tokens),
-  small ? null : listed(tokens, found.contribution));
+  answer.redacted ? h("p", { class: "note" }, "Texts are hidden (--redact).") : null,
+  place, chosen, note, small ? null : parts(answer.row.trajectory, tokens),
+  small ? null : listed(tokens, answer.contribution));
 }
 
 function metricsOf(tokens, at, row) {
@@ -153,7 +153,7 @@ function metricsOf(tokens, at, row) {
 }
 
 // Arrow keys move from token to token.
-function walk(event, place, tokens, chosen, found) {
+function walk(event, place, tokens, chosen, answer) {
   const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!way) return;
   event.preventDefault();
@@ -164,7 +164,7 @@ function walk(event, place, tokens, chosen, found) {
   if (last) last.classList.remove("on");
   next.classList.add("on");
   next.scrollIntoView({ block: "nearest" });
-  chosen.textContent = metricsOf(tokens, at, found.contribution);
+  chosen.textContent = metricsOf(tokens, at, answer.contribution);
 }
 
 function parts(trajectory, tokens) {
@@ -213,11 +213,11 @@ export function reader() {
 async function pane(name) {
   const head = h("h2", null, h("a", { href: `#/trajectory/${name}` }, name));
   try {
-    const found = await get(`trajectory/${name}`), { row, record } = found;
+    const answer = await get(`trajectory/${name}`), { row, record } = answer;
     return h("article", { class: "pane" }, head, h("p", { class: "note" },
       `reward ${show(row.reward)} · ${show(row.tokens)} tokens · ${row.outcome}`,
       row.finish ? ` · ${row.finish}` : ""),
-    record.missing ? h("p", { class: "note" }, record.missing) : conversation(found, true));
+    record.missing ? h("p", { class: "note" }, record.missing) : conversation(answer, true));
   } catch (error) {
     return h("article", { class: "pane" }, head, h("p", { class: "note" }, error.message));
   }

@@ -21,18 +21,18 @@ const toStep = (x) => `#/step/${Math.round(x)}`;
 const toVersion = (x) => `#/version/${x}`;
 
 // Lines over the steps of a run: columns are [name, column of the points, look].
-function bySteps(found, title, columns, more = {}) {
-  const { points, marks } = found;
+function bySteps(answer, title, columns, more = {}) {
+  const { points, marks } = answer;
   return lines({ title, xs: points.step, xLabel: "step", link: toStep, marks, ...more,
     series: [...columns.map(([name, column, look]) =>
       ({ name, y: typeof column === "string" ? points[column] : column, ...look })),
     ...(more.also || [])] });
 }
 
-function rewards(found, more = {}) {
-  const { points, evaluations } = found;
+function rewards(answer, more = {}) {
+  const { points, evaluations } = answer;
   const differ = points.raw.some((value, at) => Math.abs(value - (points.valid[at] || 0)) > 1e-6);
-  return bySteps(found, "Reward", [["training", "valid", { thick: true, colour: WORK }],
+  return bySteps(answer, "Reward", [["training", "valid", { thick: true, colour: WORK }],
     ...(differ ? [["invalid as 0", "raw", { colour: WORK, dash: "2 3" }]] : [])], {
     floor: null, yLabel: "mean reward of a batch", ...more,
     band: { name: "middle half of the groups", low: points.reward_low, high: points.reward_high },
@@ -40,46 +40,46 @@ function rewards(found, more = {}) {
       y: one.reward, points: true, thick: true, colour: at ? COLOURS[at + 1] : EVALUATED })) });
 }
 
-function learned(found, small) {
-  const known = found.learning.filter(({ name }) => ORDER.includes(name))
+function learned(answer, small) {
+  const known = answer.learning.filter(({ name }) => ORDER.includes(name))
     .sort((a, b) => ORDER.indexOf(a.name) - ORDER.indexOf(b.name));
   const share = (name) => ["truncated", "clipped_share"].includes(name);
-  return known.map(({ name, note, y }) => bySteps(found, LEARNED[name] || name, [[name, y,
+  return known.map(({ name, note, y }) => bySteps(answer, LEARNED[name] || name, [[name, y,
     { colour: WORK }]], { note, small, floor: share(name) ? 0 : null, format: share(name) ? percent : show,
     yLabel: LEARNED[name] || name }));
 }
 
-function speeds(found, small) {
-  const { points } = found;
+function speeds(answer, small) {
+  const { points } = answer;
   const rate = points.tokens.map((tokens, at) => tokens / (points.n_steps[at] * points.seconds[at]) || null);
   const waited = points.seconds.map((seconds, at) => (seconds ? points.waited[at] / seconds : null));
   return [
-    bySteps(found, "tokens/s", [["trained tokens per second", rate, { colour: WORK }]],
+    bySteps(answer, "tokens/s", [["trained tokens per second", rate, { colour: WORK }]],
       { small, note: "Trained tokens of a step, divided by its time." }),
-    bySteps(found, "step time, s", [["step", "seconds", { colour: WORK }],
+    bySteps(answer, "step time, s", [["step", "seconds", { colour: WORK }],
       ["waiting", "waited", { colour: WAIT }]], { small,
       note: "Seconds between commits; waiting: the trainer was free and had no batch." }),
-    bySteps(found, "wait share", [["wait share", waited, { colour: WAIT }]],
+    bySteps(answer, "wait share", [["wait share", waited, { colour: WAIT }]],
       { small, ceiling: 1, format: percent, note: "Share of a step in which the trainer waited." }),
   ];
 }
 
 export async function overviewPage() {
-  const found = await get("overview"), own = found.run;
-  return page("overview", found, [
+  const answer = await get("overview"), own = answer.run;
+  return page("overview", answer, [
     own.read < 1 ? reading(own.read) : null,
-    keyNumbers(found),
+    keyNumbers(answer),
     section("Learning", h("div", { class: "dash learning" },
-      h("div", { class: "main" }, rewards(found, { height: 232 })), learned(found, true).slice(0, SMALL_MAX))),
+      h("div", { class: "main" }, rewards(answer, { height: 232 })), learned(answer, true).slice(0, SMALL_MAX))),
     h("div", { class: "pair" },
-      section("Speed", h("div", { class: "dash" }, speeds(found, true))),
-      section("Problems", region("problems", { class: "problems" }, warnings(), happened(found.marks)))),
-    fold("settings of the run", "Settings of the run", facts(settingsOf(found))),
+      section("Speed", h("div", { class: "dash" }, speeds(answer, true))),
+      section("Problems", region("problems", { class: "problems" }, warnings(), happened(answer.marks)))),
+    fold("settings of the run", "Settings of the run", facts(settingsOf(answer))),
   ]);
 }
 
-function page(name, found, body) {
-  const own = found.run;
+function page(name, answer, body) {
+  const own = answer.run;
   const title = name === "overview" ? own.name : name[0].toUpperCase() + name.slice(1);
   return { title: `${own.name}: ${name}`, body: [h("h1", { tabindex: -1 }, title, " ",
     h("span", { class: `state ${own.state}` }, stateOf(own))), ...body] };
@@ -94,9 +94,9 @@ function last(values) {
   return there.length ? there[there.length - 1] : null;
 }
 
-function keyNumbers(found) {
-  const { points, run, totals } = found;
-  const evaluation = found.evaluations[0], reward = last(points.valid);
+function keyNumbers(answer) {
+  const { points, run, totals } = answer;
+  const evaluation = answer.evaluations[0], reward = last(points.valid);
   const best = evaluation ? Math.max(...evaluation.reward) : null;
   const seconds = last(points.seconds);
   const left = run.state === "open" && run.steps_last && seconds !== null ?
@@ -107,7 +107,7 @@ function keyNumbers(found) {
       evaluation.version[evaluation.reward.indexOf(best)]}`] : null,
     ["speed", `${show(totals.tokens_per_s)} tok/s`, `${show(totals.tokens)} sampled`],
     ["step time", seconds === null ? "–" : span(seconds), left === null ? null : `${span(left)} left`],
-    ["trainer waited", percent(found.waited_share), null, found.waited_share > 0.5 ? "warn" : null],
+    ["trainer waited", percent(answer.waited_share), null, answer.waited_share > 0.5 ? "warn" : null],
     ["groups", show(totals.groups), outcomesOf(totals)],
   ]);
 }
@@ -138,8 +138,8 @@ export function reading(share) {
 // The warnings of `why`; an open log is read in pieces.
 function warnings() {
   const place = h("ul", { class: "warnings" }, h("li", null, "Looking for problems."));
-  const ask = () => get("health").then(({ reading: more, warnings: found }) => {
-    const rows = found.map(([level, text, advice]) => h("li", { class: level }, text,
+  const ask = () => get("health").then(({ reading: more, warnings: answer }) => {
+    const rows = answer.map(([level, text, advice]) => h("li", { class: level }, text,
       advice ? h("small", null, advice) : null));
     if (!more && !rows.length) rows.push(h("li", { class: "good" }, "No problem found."));
     if (rows.length) place.replaceChildren(...rows);
@@ -150,54 +150,54 @@ function warnings() {
 }
 
 // The marks of the charts, as a list.
-function happened(found) {
-  if (!found.length) return null;
-  const rows = [...found].reverse().map((one) => h("li", { class: one.kind }, one.text,
+function happened(marks) {
+  if (!marks.length) return null;
+  const rows = [...marks].reverse().map((one) => h("li", { class: one.kind }, one.text,
     h("small", null, `${show(one.at)} s`)));
   return [h("h3", null, "Changes and stops"), h("ol", { id: "marks", class: "warnings" }, rows)];
 }
 
 export async function learningPage() {
-  const found = await get("overview"), { points, marks } = found;
-  const parts = Object.entries(found.parts);
-  return page("learning", found, [h("div", { class: "charts" },
-    rewards(found),
-    passed(found.evaluations, marks),
-    parts.length ? bySteps(found, "Reward components", parts.map(([name, y]) => [name, y]), { floor: null,
+  const answer = await get("overview"), { points, marks } = answer;
+  const parts = Object.entries(answer.parts);
+  return page("learning", answer, [h("div", { class: "charts" },
+    rewards(answer),
+    passed(answer.evaluations, marks),
+    parts.length ? bySteps(answer, "Reward components", parts.map(([name, y]) => [name, y]), { floor: null,
       note: "Means of a batch's valid rewards, before their weights." }) : null,
-    ...learned(found, false),
-    withoutReward(found),
-    bySteps(found, "Response length", [["longest", "longest", { dash: "2 3" }], ["90 %", "p90"],
+    ...learned(answer, false),
+    withoutReward(answer),
+    bySteps(answer, "Response length", [["longest", "longest", { dash: "2 3" }], ["90 %", "p90"],
       ["median", "p50", { thick: true }], ["10 %", "p10", { dash: "6 3" }]].map(([name, column, look]) =>
       [name, column, { colour: WORK, ...look }]), { yLabel: "tokens" }))]);
 }
 
 export async function speedPage() {
-  const found = await get("overview"), use = found.utilisation;
-  const overTime = { xs: use.at, x: "at", xLabel: "second", time: true, marks: found.marks };
+  const answer = await get("overview"), use = answer.utilisation;
+  const overTime = { xs: use.at, x: "at", xLabel: "second", time: true, marks: answer.marks };
   const spent = [["waiting", "waited", { colour: WAIT, thick: true }], ["computing", "compute",
     { colour: WORK }], ["early, on parts", "ahead", { colour: COLOURS[2] }],
-  ["other", "other", { colour: "var(--soft)" }]].filter(([, column]) => found.points[column].some(Boolean));
-  return page("speed", found, [h("div", { class: "charts" },
-    ...speeds(found, false).slice(0, 1),
-    bySteps(found, "Trainer time", spent, { yLabel: "seconds of a step",
+  ["other", "other", { colour: "var(--soft)" }]].filter(([, column]) => answer.points[column].some(Boolean));
+  return page("speed", answer, [h("div", { class: "charts" },
+    ...speeds(answer, false).slice(0, 1),
+    bySteps(answer, "Trainer time", spent, { yLabel: "seconds of a step",
       note: "Waiting: the trainer was free and its batch was not complete." }),
     lines({ ...overTime, title: "Sampled tokens", yLabel: "tokens/s",
       series: [{ name: "tokens per second", y: use.tokens_per_s, colour: WORK }] }),
-    times(found.times)),
-  found.waits.rows.length ? section("Trainer waits", table(found.waits,
+    times(answer.times)),
+  answer.waits.rows.length ? section("Trainer waits", table(answer.waits,
     { caption: "Waits of the trainer" })) : null]);
 }
 
 export async function stalenessPage() {
-  const found = await get("overview"), { points } = found;
-  return page("staleness", found, [h("div", { class: "charts" },
-    bySteps(found, "Staleness of a batch", [["mean", "stale_mean", { colour: WORK, thick: true }],
+  const answer = await get("overview"), { points } = answer;
+  return page("staleness", answer, [h("div", { class: "charts" },
+    bySteps(answer, "Staleness of a batch", [["mean", "stale_mean", { colour: WORK, thick: true }],
       ["bound", "bound", { colour: "var(--wait)", dash: "6 3" }]], { yLabel: "versions",
       note: "Versions between sampling and training.",
       band: { name: "least to most", low: points.stale_low, high: points.stale_high } }),
     bars({ title: "Trained groups by staleness", parts: ["groups"], unit: "groups",
-      rowsAre: "staleness", colours: [WORK], rows: Object.entries(found.staleness).map(([name, count]) =>
+      rowsAre: "staleness", colours: [WORK], rows: Object.entries(answer.staleness).map(([name, count]) =>
         ({ name, values: [count], after: show(count) })) }),
     later("mismatch", "Importance ratio by staleness", (data) => mismatch(data)))]);
 }
@@ -213,9 +213,9 @@ function mismatch({ rows, looked }) {
 }
 
 export async function workersPage() {
-  const found = await get("overview"), use = found.utilisation;
-  return page("workers", found, [h("div", { class: "charts one" }, workers(found.timeline, found.marks),
-    lines({ title: "Worker utilization", xs: use.at, xLabel: "second", time: true, marks: found.marks,
+  const answer = await get("overview"), use = answer.utilisation;
+  return page("workers", answer, [h("div", { class: "charts one" }, workers(answer.timeline, answer.marks),
+    lines({ title: "Worker utilization", xs: use.at, xLabel: "second", time: true, marks: answer.marks,
       ceiling: 1, yLabel: "share of slots", format: percent,
       series: [{ name: "mean", y: use.mean, colour: WORK, thick: true }],
       band: { name: "least to most used worker", low: use.low, high: use.high } }))]);
@@ -244,7 +244,7 @@ function workers(data, marks) {
 // A chart whose data needs records, loaded after the page.
 function later(name, title, draw) {
   const place = h("div", null, empty(title, "Reading records."));
-  get(name).then((found) => place.replaceChildren(draw(found)))
+  get(name).then((answer) => place.replaceChildren(draw(answer)))
     .catch((error) => place.replaceChildren(empty(title, error.message)));
   return place;
 }
@@ -260,13 +260,13 @@ function passed(evaluations, marks) {
     note: "pass@k: one of k samples solves the prompt. maj@k: the most frequent answer does." }) : null;
 }
 
-function withoutReward(found) {
-  const { series, errors } = found.invalid;
+function withoutReward(answer) {
+  const { series, errors } = answer.invalid;
   const faults = Object.keys(FAULTS).filter((fault) => Object.keys(errors[fault]).length);
   if (!faults.length) return null;
   const total = faults.flatMap((fault) => Object.entries(errors[fault])
     .map(([name, count]) => `${show(count)} ${name}`));
-  return bySteps(found, "Invalid rewards", faults.map((fault) => [FAULTS[fault], series[fault]]),
+  return bySteps(answer, "Invalid rewards", faults.map((fault) => [FAULTS[fault], series[fault]]),
     { note: `Trajectories of a batch. In total: ${total.join(", ")}.`, yLabel: "trajectories" });
 }
 

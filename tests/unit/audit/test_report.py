@@ -53,8 +53,8 @@ def test_time_that_goes_back_is_not_counted_twice() -> None:
 
 def test_violation_is_one_line_with_what_was_expected_and_found() -> None:
     findings = Findings()
-    assert findings.same("C3", "g1", "is late", expected=3, found=3)
-    assert not findings.same("C3", "g1", "is late", expected=3, found=4)
+    assert findings.same("C3", "g1", "is late", expected=3, actual=3)
+    assert not findings.same("C3", "g1", "is late", expected=3, actual=4)
     assert findings.violations[0].line == "C3 g1: is late: expected 3, found 4"
     assert findings.looked["C3"] == 2
     assert findings.total == 1

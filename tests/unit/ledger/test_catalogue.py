@@ -10,7 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.ledger.database import COUNTS, Catalogue, fresh_catalogue, logged_records, source_of
+from dora_pipe.ledger.database import (
+    COUNTS,
+    Catalogue,
+    CatalogueSource,
+    fresh_catalogue,
+    logged_records,
+)
 from dora_pipe.ledger.evaluations import evaluations_of
 from dora_pipe.ledger.tables import TABLES
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
@@ -18,7 +24,7 @@ from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, Outcome, S
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 
-SOURCE = source_of("run", control_next=7, decisions_next=3, chain="ab")
+SOURCE = CatalogueSource(run="run", control_next=7, decisions_next=3, chain="ab")
 
 
 @pytest.fixture

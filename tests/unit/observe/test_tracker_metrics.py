@@ -80,7 +80,10 @@ def test_counts_of_all_rows_add_up_to_those_of_the_run(
     stats = stats_of(bus, recorded.topics)
     trained = sum(_number(row, "groups/trained") for row in _steps(rows))
     assert trained == stats.outcomes["trained"] == STEPS * 4
-    assert sum(_number(row, "moves/decided") for row in _steps(rows)) <= stats.moves["decided"]
+    assert (
+        sum(_number(row, "migrations/decided") for row in _steps(rows))
+        <= stats.migrations["decided"]
+    )
     assert _number(_steps(rows)[-1], "workers/lost") <= sum(stats.lost.values())
     assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
 

@@ -27,7 +27,6 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import decoder_of
-from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
@@ -48,7 +47,9 @@ def fork(
     turn: Annotated[
         int | None, typer.Option(help="Continue from this turn; default: every turn.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
+    samples: Annotated[
+        int, typer.Option(min=1, max=SAMPLES_MAX, help="Continuations from each turn.")
+    ] = 16,
     version: Annotated[
         int | None, typer.Option(help="Version that continues; default: the trajectory's own.")
     ] = None,
@@ -72,8 +73,6 @@ def _fork(
     *,
     as_json: bool,
 ) -> None:
-    if not 1 <= samples <= SAMPLES_MAX:
-        raise UsageError(f"--samples must be 1 to {SAMPLES_MAX}, got {samples}")
     started, _ = policy_after(run.bus, run.topics, 0)
     with closing(run.tables()) as tables:
         recorded = recorded_trajectory(run.bus, run.topics, tables, trajectory)

@@ -96,8 +96,8 @@ def read(
         )
         for record, content in islice(matching, limit or None):
             if as_json:
-                place = {"partition": record.partition, "offset": record.offset}
-                emit_json({**place, "key": _text(record.key), "record": content})
+                position = {"partition": record.partition, "offset": record.offset}
+                emit_json({**position, "key": _text(record.key), "record": content})
             else:
                 emit_line(record_line(record, content, terminal_columns()))
 

@@ -36,11 +36,12 @@ def ui(
     redact: Annotated[
         bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")
     ] = False,
-    port: Annotated[int, typer.Option(help="TCP port on localhost; 0: any free port.")] = UI_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port on localhost; 0: any free port.")
+    ] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
     """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""
-    _check_port(port)
     pages: closing[QueryWorker] | RunsPages = RunsPages(root, redact=redact)
     if run:
         find_run(run, root)  # raises if there is none
@@ -55,25 +56,21 @@ def ui(
 
 def metrics(
     run: RunArgument,
-    port: Annotated[int, typer.Option(help="TCP port; 0: any free port.")] = METRICS_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port; 0: any free port.")
+    ] = METRICS_PORT,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default serves this machine only.")
     ] = "127.0.0.1",
     root: RunsOption = RUNS,
 ) -> None:
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
-    _check_port(port)
     with opened(run, root) as opened_run:
         exporter = Exporter(opened_run.topics.run, opened_run.contributions)
         with metrics_server(exporter, port=port, host=host) as server:
             emit_line(f"{server.origin}/metrics")
             say("Prometheus may scrape it; Ctrl-C ends this")
             exporter.follow(opened_run.bus, opened_run.topics, SystemClock())
-
-
-def _check_port(port: int) -> None:
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port must be 0 to 65535, got {port}")
 
 
 class RunsPages(ExitStack):

@@ -90,7 +90,7 @@ def sections_of(config: Config) -> Iterator[tuple[str, str, Section]]:
             yield field, f"{field}.", value
 
 
-LOCAL: Final = tuple(one for one in Task.__struct_fields__ if f"task.{one}" not in FROZEN)
+LOCAL: Final = tuple(key for key in Task.__struct_fields__ if f"task.{key}" not in FROZEN)
 """Keys of a task that are local to each machine."""
 
 

@@ -44,7 +44,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.open import need_transfers
 
 RESUMABLE_CODES: Final = frozenset(
-    one.exit_code for one in (BusError, ResourceError, TaskError, RunHalted)
+    kind.exit_code for kind in (BusError, ResourceError, TaskError, RunHalted)
 )
 
 

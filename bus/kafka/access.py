@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Final
 
 from kafka import errors as kafka_errors
@@ -24,13 +24,7 @@ from kafka.protocol.sasl import (
 )
 
 from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, KafkaSecurity
-from dora_pipe.core.errors import (
-    AccessRefused,
-    BusError,
-    Fenced,
-    LogTruncated,
-    TopicMissing,
-)
+from dora_pipe.core.errors import AccessRefused, BusError, Fenced, LogTruncated, TopicMissing
 
 ROOM_HINT = "check the brokers and their disks with `dora-pipe why`"
 QUOTA_HINT = (
@@ -53,10 +47,7 @@ _DISK_SIGNS = (
         "a broker's log directory has failed: its disk is full or broken",
     ),
     (
-        (
-            kafka_errors.NotEnoughReplicasError,
-            kafka_errors.NotEnoughReplicasAfterAppendError,
-        ),
+        (kafka_errors.NotEnoughReplicasError, kafka_errors.NotEnoughReplicasAfterAppendError),
         "fewer replicas are in sync than an append needs: brokers are down or their disks full",
     ),
     (
@@ -417,27 +408,26 @@ def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> Acc
 
 def _speaks_plain(server: str) -> bool:
     """Return whether a listener speaks Kafka's protocol without TLS; sends no password."""
-    try:
-        with closing(socket.create_connection(split(server), PROBE_WAIT_S)) as connection:
-            _sasl_handshake(connection, "PLAIN")
-    except (OSError, EOFError):
-        return False
-    return True
+    with (
+        suppress(OSError, EOFError),
+        closing(socket.create_connection(split(server), PROBE_WAIT_S)) as connection,
+    ):
+        _sasl_handshake(connection, "PLAIN")
+        return True
+    return False
 
 
 def _speaks_tls(server: str) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    host, port = split(server)
-    try:
-        with (
-            closing(socket.create_connection((host, port), PROBE_WAIT_S)) as plain,
-            closing(context.wrap_socket(plain, server_hostname=host)),
-        ):
-            return True
-    except (OSError, ValueError):
-        return False
+    with (
+        suppress(OSError, ValueError),
+        closing(socket.create_connection(split(server), PROBE_WAIT_S)) as plain,
+        closing(context.wrap_socket(plain, server_hostname=split(server)[0])),
+    ):
+        return True
+    return False
 
 
 def _is_known(server: str) -> bool:
@@ -452,9 +442,7 @@ def _is_known(server: str) -> bool:
 
 def _listens(servers: Sequence[str]) -> bool:
     for server in servers:
-        try:
+        with suppress(OSError):
             socket.create_connection(split(server), PROBE_WAIT_S).close()
-        except OSError:
-            continue
-        return True
+            return True
     return False

@@ -7,10 +7,10 @@ appends then fail without the reason, so free space is checked before (DescribeL
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
@@ -28,7 +28,8 @@ from dora_pipe.bus.checks import (
 )
 from dora_pipe.core.errors import AccessRefused, BusError
 
-Answer = TypeVar("Answer")
+if TYPE_CHECKING:
+    from dora_pipe.bus.kafka.bus import KafkaBus
 
 _log = logging.getLogger(__name__)
 
@@ -209,18 +210,6 @@ def _alter(topic: TopicFacts) -> str:
     return f"kafka-configs.sh {options} --topic {topic.name} --add-config"
 
 
-class Cluster(Protocol):
-    """The part of `KafkaBus` used here."""
-
-    def ask(self, call: Callable[[KafkaAdminClient], Answer], *, needs: str = "") -> Answer:
-        """Return the result of an admin call. Raises BusError."""
-        ...
-
-    def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
-        """Return current descriptions. Raises TopicMissing."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogDir:
     """Log directory of a broker."""
@@ -256,8 +245,6 @@ class LogDir:
 class Partition:
     """Partition of the run."""
 
-    topic: str
-    number: int
     leader: int
     """Broker id; -1 without a leader."""
     replicas: frozenset[int]
@@ -267,7 +254,7 @@ class Partition:
     """`min.insync.replicas`."""
 
 
-def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
+def trouble_of(cluster: KafkaBus, topics: Sequence[str]) -> tuple[str, str]:
     """Return why appends fail, and why they soon will; empty if all is well.
 
     Asks each broker, because without a controller quorum descriptions are stale. Log directories
@@ -283,7 +270,7 @@ def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
     return "; ".join(filter(None, stops)), "; ".join(filter(None, low))
 
 
-def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
+def _asked(cluster: KafkaBus, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
     dirs: list[LogDir] = []
     silent: set[int] = set()
     for broker in brokers:
@@ -297,28 +284,19 @@ def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], froz
     return dirs, frozenset(silent)
 
 
-def too_few_of(partitions: Iterable[Partition]) -> str:
+def too_few_of(partitions: Sequence[Partition]) -> str:
     """Describe partitions that accept no appends."""
-    leaderless = [partition for partition in partitions if partition.leader < 0]
-    few = [
-        partition
-        for partition in partitions
-        if partition.leader >= 0 and len(partition.in_sync) < partition.needed
-    ]
-    away = sorted(
-        {
-            node
-            for partition in (*leaderless, *few)
-            for node in partition.replicas - partition.in_sync
-        }
-    )
+    leaderless = [part for part in partitions if part.leader < 0]
+    few = [part for part in partitions if part.leader >= 0 and len(part.in_sync) < part.needed]
+    lost = [part.replicas - part.in_sync for part in (*leaderless, *few)]
+    away = sorted(frozenset().union(*lost))
     messages = []
     if leaderless:
         messages.append(f"{len(leaderless)} partitions of the run have no leader")
     if few:
         messages.append(
             f"{len(few)} partitions of the run have fewer replicas in sync than an append needs "
-            f"({max(partition.needed for partition in few)})"
+            f"({max(part.needed for part in few)})"
         )
     if messages and away:
         who = "broker " if len(away) == 1 else "brokers "
@@ -349,8 +327,6 @@ def _partitions(
 ) -> list[Partition]:
     return [
         Partition(
-            topic=topic["name"],
-            number=int(part["partition_index"]),
             leader=-1 if part["leader_id"] in silent else int(part["leader_id"]),
             replicas=frozenset(part["replica_nodes"]),
             in_sync=frozenset(part["isr_nodes"]) - {*part["offline_replicas"], *silent},

@@ -65,7 +65,7 @@ class PendingWait:
 class _Open:
     mono_ns: int
     wall_ns: int
-    said: bool = False
+    logged: bool = False
 
 
 class WaitTracker:
@@ -121,8 +121,8 @@ class WaitTracker:
             blockers=tuple(pending.blockers[:BLOCKERS_MAX]),
             more=pending.more + max(0, len(pending.blockers) - BLOCKERS_MAX),
         )
-        if overdue and not began.said:
-            began.said = True
+        if overdue and not began.logged:
+            began.logged = True
             LOG.warning("%s", alarm_line(self._role, wait, (mono_ns - began.mono_ns) / 1e9))
         return wait
 

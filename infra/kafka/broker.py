@@ -71,7 +71,6 @@ class Brokers:
             raise
 
     def stop(self) -> None:
-        """Shut down cleanly."""
         self.end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -125,7 +124,6 @@ class KafkaBroker(Brokers):
 
     @property
     def pid(self) -> int:
-        """Process id of the running broker."""
         assert self.process is not None, "the broker is not running"
         return self.process.pid
 
@@ -135,11 +133,9 @@ class KafkaBroker(Brokers):
         return self.process is not None and self.process.poll() is None
 
     def address(self, listener: str) -> str:
-        """`host:port` of a listener."""
         return f"{self.host}:{self.port + [*self.listeners].index(listener)}"
 
     def log(self) -> str:
-        """Everything that the broker printed."""
         return self._log.read_text(errors="replace")
 
     def format(self) -> None:
@@ -203,22 +199,18 @@ class KafkaCluster(Brokers):
         listeners: Mapping[str, str] | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        self.nodes = [
-            KafkaBroker(
-                folder / f"node-{number}",
-                node=number,
-                port=port and port + (number - 1) * PORT_STEP,
-                listeners=listeners or {},
-                settings=read_properties(HERE / "cluster.properties") | dict(settings or {}),
+        lines = read_properties(HERE / "cluster.properties") | dict(settings or {})
+        self.nodes = []
+        for node in range(1, NODES + 1):
+            first = port and port + (node - 1) * PORT_STEP
+            self.nodes.append(
+                KafkaBroker(folder / f"node-{node}", node, first, HOST, listeners or {}, lines)
             )
-            for number in range(1, NODES + 1)
-        ]
-        for node in self.nodes:
-            node.voters = self.nodes
+        for broker in self.nodes:
+            broker.voters = self.nodes
 
 
 def missing_tools() -> list[str]:
-    """Programs that a broker needs and this machine lacks."""
     return [name for name in ("java", "mvn") if shutil.which(name) is None]
 
 
@@ -262,7 +254,6 @@ def write_tools(folder: Path) -> None:
 
 
 def read_properties(path: Path) -> dict[str, str]:
-    """Read the settings of a properties file."""
     lines = path.read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 

@@ -43,7 +43,7 @@ class ReadRound:
 class Folded:
     """Round and the shared state after it."""
 
-    at: ReadRound
+    read_round: ReadRound
     state: State
 
 
@@ -97,7 +97,7 @@ def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterato
         bus, topics, decisions_from=decisions_from, control_from=state.control_next
     ):
         fold_round(state, read.round, read.folded())
-        yield Folded(at=read, state=state)
+        yield Folded(read_round=read, state=state)
 
 
 def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
@@ -107,7 +107,7 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
     if start is not None:
         state, decisions_next = start.state, start.decisions_next
     for folded in fold_log(bus, topics, start):
-        state, decisions_next = folded.state, folded.at.offset + 1
+        state, decisions_next = folded.state, folded.read_round.offset + 1
     run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
     for record in records_of(bus, {control: bus.end(control)}, start=state.control_next):

@@ -394,14 +394,14 @@ class FlightTransfers:
 
     def __init__(
         self,
-        place: MappedFiles,
+        files: MappedFiles,
         identity: Identity,
         *,
         stored: Callable[[str], Path],
         streams_max: int = STREAMS_MAX,
         linger_s: float = LINGER_S,
     ) -> None:
-        self._place = place
+        self._files = files
         self._linger_s = linger_s
         self._offered: set[str] = set()
         self._sent: set[str] = set()
@@ -411,11 +411,11 @@ class FlightTransfers:
             token=identity.token,
             run=identity.run,
             paths={
-                "kv": lambda leaf: place.path(Blob(sha256=leaf, bytes=0)),
+                "kv": lambda leaf: files.path(Blob(sha256=leaf, bytes=0)),
                 "deltas": lambda leaf: stored(f"deltas/{leaf}"),
                 "weights": lambda leaf: stored(f"weights/{leaf}"),
             },
-            drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
+            drop=lambda leaf: files.drop(Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
             streams_max=streams_max,
             **dict(identity.server_tls),
@@ -424,7 +424,7 @@ class FlightTransfers:
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
         """Store the blob and add the address."""
-        blob = self._place.offer(chunks)
+        blob = self._files.offer(chunks)
         if isinstance(blob, Lost):
             return blob
         if len(self._offered) >= REMEMBERED_MAX:
@@ -435,7 +435,7 @@ class FlightTransfers:
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
         """Fetch locally, else from the peer."""
-        path = self._place.fetch(blob, timeout_s=timeout_s)
+        path = self._files.fetch(blob, timeout_s=timeout_s)
         if isinstance(path, Lost) and path.why == GONE and self._is_elsewhere(blob):
             return self._from_peer(blob, timeout_s)
         return path
@@ -444,13 +444,13 @@ class FlightTransfers:
         """Delete locally and at the peer."""
         if misnamed(blob) is not None:
             return
-        here = self._place.path(blob).exists()
-        self._place.drop(blob)
+        here = self._files.path(blob).exists()
+        self._files.drop(blob)
         if not here and self._is_elsewhere(blob):
             self._client.drop(blob.peer, f"kv/{blob.sha256}")
 
     def clear(self) -> None:
-        self._place.clear()
+        self._files.clear()
 
     def close(self) -> None:
         """Stop serving once no offered blob is awaited, or after `LINGER_S`; a drained worker's
@@ -459,7 +459,7 @@ class FlightTransfers:
         while self._awaited() and time.monotonic() < until_s:
             time.sleep(LINGER_TURN_S)
         for sha256 in self._sent:
-            self._place.drop(Blob(sha256=sha256, bytes=1))
+            self._files.drop(Blob(sha256=sha256, bytes=1))
         self._client.close()
         self._server.shutdown()
         self._server.wait()
@@ -487,7 +487,7 @@ class FlightTransfers:
 
     def _awaited(self) -> bool:
         lying = (
-            self._place.path(Blob(sha256=sha256, bytes=1)) for sha256 in self._offered - self._sent
+            self._files.path(Blob(sha256=sha256, bytes=1)) for sha256 in self._offered - self._sent
         )
         return any(path.exists() for path in lying)
 

@@ -40,17 +40,17 @@ class Opened:
 
 def open_transfers(
     section: Section,
-    place: Path,
+    folder: Path,
     *,
     topics: Topics,
     open_bus: Callable[[], Bus],
     stored: Callable[[str], Path],
     clock: Clock,
 ) -> Opened:
-    """Open the configured transfers; `schedule` is the local directory. Raises ConfigError."""
+    """Open the configured transfers; `folder` is the local directory. Raises ConfigError."""
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
-    files = MappedFiles(place, clock=clock)
+    files = MappedFiles(folder, clock=clock)
     if section.kind == "files":
         return Opened(transfers=files)
     from dora_pipe.store.transfers.flight import FlightTransfers

@@ -144,7 +144,7 @@ def test_an_environment_that_is_not_replayable_is_refused(
     ("words", "text"),
     [
         (("--turn", 9), "has no turn 9, it has turns 0 to 3"),
-        (("--samples", 0), "--samples must be 1 to 1000"),
+        (("--samples", 0), "Invalid value for '--samples'"),
         (("--version", 77), "version 77 was not published"),
     ],
 )

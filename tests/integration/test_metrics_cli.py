@@ -60,7 +60,8 @@ def _ask(server: PageServer, path: str = "/metrics", host: str | None = None) ->
 
 def test_port_that_is_none_is_a_usage_error(call: Call, recorded: RecordedRun) -> None:
     code, _, err = call("metrics", recorded.directory, "--port", "70000")
-    assert (code, err.splitlines()[0]) == (2, "error: --port must be 0 to 65535, got 70000")
+    assert code == 2
+    assert "Invalid value for '--port'" in err
 
 
 def test_nothing_is_answered_before_the_log_was_read_once(

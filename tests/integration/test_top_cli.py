@@ -173,4 +173,4 @@ def test_interval_that_would_burn_a_core_is_refused(recorded: RecordedRun) -> No
         check=False,
     )
     assert done.returncode == 2
-    assert "--every 0 is too short" in done.stderr
+    assert "Invalid value for '--every'" in done.stderr

@@ -25,10 +25,8 @@ WAIT_S = 30.0
 Said = tuple[str, str]
 
 
-def part(number: int, *, leader: int = 1, in_sync: frozenset[int] = ALL) -> Partition:
-    return Partition(
-        topic="r.control", number=number, leader=leader, replicas=ALL, in_sync=in_sync, needed=2
-    )
+def part(*, leader: int = 1, in_sync: frozenset[int] = ALL) -> Partition:
+    return Partition(leader=leader, replicas=ALL, in_sync=in_sync, needed=2)
 
 
 def directory(*, failed: bool = False, free: int | None = None) -> LogDir:
@@ -51,9 +49,9 @@ def test_log_directory_is_full_before_its_broker_ends() -> None:
 
 
 def test_partitions_that_take_no_appends_are_told_with_the_brokers_that_are_away() -> None:
-    assert too_few_of([part(0), part(1, in_sync=frozenset({1, 2}))]) == ""
+    assert too_few_of([part(), part(in_sync=frozenset({1, 2}))]) == ""
     result = too_few_of(
-        [part(0, in_sync=frozenset({1})), part(1, leader=-1, in_sync=frozenset({3})), part(2)]
+        [part(in_sync=frozenset({1})), part(leader=-1, in_sync=frozenset({3})), part()]
     )
     assert "1 partitions of the run have no leader" in result
     assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in result

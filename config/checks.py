@@ -154,12 +154,18 @@ def _check_records(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_staleness(config: Config) -> Iterator[str]:
+def _check_pace(config: Config) -> Iterator[str]:
     budget = config.staleness.max_staleness + 1
     chosen = async_batches(config.staleness)
     if not 1 <= chosen <= budget:
         yield (
             f"staleness.async_batches: {chosen:g} is not between 1 and {budget} (max_staleness + 1)"
+        )
+    timing = config.timing
+    if timing.lease_s <= 2 * timing.heartbeat_s:
+        yield (
+            f"timing.lease_s: {timing.lease_s:g} is not more than two heartbeats of"
+            f" {timing.heartbeat_s:g} s: one late heartbeat would fence a role"
         )
 
 
@@ -258,27 +264,14 @@ def _check_agents(config: Config) -> Iterator[Problem]:
             text="staleness.partial_rollout: calls of an agent need a single version",
             hint="-o staleness.partial_rollout=false",
         )
+    if config.sampling.return_routed_experts and config.staleness.partial_rollout:
+        yield Problem(
+            text="sampling.return_routed_experts: requires a single version per trajectory",
+            hint="-o staleness.partial_rollout=false, or remove the key",
+        )
     where = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\[\]]+):(\d{1,5})", config.workers.endpoint)
     if where is None or int(where[2]) > PORT_MAX:
         yield Problem(text=f"workers.endpoint: `{config.workers.endpoint}` is not HOST:PORT")
-
-
-def _check_timing(config: Config) -> Iterator[str]:
-    timing = config.timing
-    if timing.lease_s <= 2 * timing.heartbeat_s:
-        yield (
-            f"timing.lease_s: {timing.lease_s:g} is not more than two heartbeats of"
-            f" {timing.heartbeat_s:g} s: one late heartbeat would fence a role"
-        )
-
-
-def _check_advantages(config: Config) -> Iterator[str]:
-    baseline = config.objective.advantage
-    if config.rollout.filter_zero_advantage and baseline == "version-baseline":
-        yield (
-            "rollout.filter_zero_advantage: equal rewards have an"
-            " advantage with objective.advantage = version-baseline"
-        )
 
 
 def _check_watched(config: Config) -> Iterator[Problem]:
@@ -301,8 +294,13 @@ def _check_watched(config: Config) -> Iterator[Problem]:
             )
 
 
-def _check_reference(config: Config) -> Iterator[Problem]:
+def _check_objective(config: Config) -> Iterator[str | Problem]:
     objective = config.objective
+    if config.rollout.filter_zero_advantage and objective.advantage == "version-baseline":
+        yield (
+            "rollout.filter_zero_advantage: equal rewards have an"
+            " advantage with objective.advantage = version-baseline"
+        )
     if objective.reference_every is not None and not objective.kl_coef:
         yield Problem(
             text="objective.reference_every: there is no KL to a reference (objective.kl_coef)",
@@ -343,23 +341,7 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_routes(config: Config) -> Iterator[Problem]:
-    if config.sampling.return_routed_experts and config.staleness.partial_rollout:
-        yield Problem(
-            text="sampling.return_routed_experts: requires a single version per trajectory",
-            hint="-o staleness.partial_rollout=false, or remove the key",
-        )
-
-
-def _check_optimizer(config: Config) -> Iterator[Problem]:
-    if config.trainer.optimizer == "muon" and config.lora.rank:
-        yield Problem(
-            text="trainer.optimizer: muon updates hidden layers, which lora.rank freezes",
-            hint="trainer.optimizer = 'adamw', or lora.rank = 0",
-        )
-
-
-def _check_trainer(config: Config) -> Iterator[str]:
+def _check_trainer(config: Config) -> Iterator[str | Problem]:
     trainer = config.trainer
     if not all(beta < 1 for beta in trainer.betas):
         yield "trainer.betas: they must be below 1"
@@ -377,12 +359,14 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
     elif (trainer.kind, trainer.zero_stage, trainer.dtype) == ("deepspeed", 0, "bfloat16"):
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 copies"
-
-
-def _check_dealt(config: Config) -> Iterator[Problem]:
-    ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel_size
-    if config.trainer.kind != "torch" and ranks % dealt:
-        text = f"{ranks} trainer.ranks is not a multiple of {dealt}"
+    if trainer.optimizer == "muon" and config.lora.rank:
+        yield Problem(
+            text="trainer.optimizer: muon updates hidden layers, which lora.rank freezes",
+            hint="trainer.optimizer = 'adamw', or lora.rank = 0",
+        )
+    dealt = trainer.expert_parallel_size
+    if trainer.kind != "torch" and trainer.ranks % dealt:
+        text = f"{trainer.ranks} trainer.ranks is not a multiple of {dealt}"
         yield Problem(
             text=f"trainer.expert_parallel_size: {text}", hint="choose a divisor of trainer.ranks"
         )
@@ -482,9 +466,11 @@ def _colocated_problems(config: Config) -> Iterator[str]:
 _DEEPSPEED: Final = {"ranks": 1, "offload": "none", "expert_parallel_size": 1}
 """Keys of [trainer] that other kinds accept only with their defaults."""
 
-_CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
+_CHECKS: Final[
+    tuple[Callable[[Config], Iterator[str | Problem] | Iterator[str] | Iterator[Problem]], ...]
+] = (
     _check_several,
-    _check_staleness,
+    _check_pace,
     group_problems,
     _colocated_problems,
     _check_lengths,
@@ -493,15 +479,10 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_rewards,
     _check_urls,
     _check_agents,
-    _check_timing,
-    _check_advantages,
     _check_watched,
-    _check_reference,
+    _check_objective,
     _check_teacher,
-    _check_routes,
     _check_trainer,
-    _check_optimizer,
-    _check_dealt,
     _check_parallel,
     _check_gpus,
     _check_lora,

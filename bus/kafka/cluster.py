@@ -7,10 +7,10 @@ appends then fail without the reason, so free space is checked before (DescribeL
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
@@ -28,8 +28,7 @@ from dora_pipe.bus.checks import (
 )
 from dora_pipe.core.errors import AccessRefused, BusError
 
-if TYPE_CHECKING:
-    from dora_pipe.bus.kafka.bus import KafkaBus
+Answer = TypeVar("Answer")
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +209,14 @@ def _alter(topic: TopicFacts) -> str:
     return f"kafka-configs.sh {options} --topic {topic.name} --add-config"
 
 
+class Cluster(Protocol):
+    """The part of `KafkaBus` used here."""
+
+    def ask(self, call: Callable[[KafkaAdminClient], Answer], *, needs: str = "") -> Answer: ...
+
+    def facts(self, topics: Sequence[str]) -> list[TopicFacts]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogDir:
     """Log directory of a broker."""
@@ -254,7 +261,7 @@ class Partition:
     """`min.insync.replicas`."""
 
 
-def trouble_of(cluster: KafkaBus, topics: Sequence[str]) -> tuple[str, str]:
+def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
     """Return why appends fail, and why they soon will; empty if all is well.
 
     Asks each broker, because without a controller quorum descriptions are stale. Log directories
@@ -270,7 +277,7 @@ def trouble_of(cluster: KafkaBus, topics: Sequence[str]) -> tuple[str, str]:
     return "; ".join(filter(None, stops)), "; ".join(filter(None, low))
 
 
-def _asked(cluster: KafkaBus, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
+def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
     dirs: list[LogDir] = []
     silent: set[int] = set()
     for broker in brokers:

@@ -64,7 +64,7 @@ def _runs(kv: KvCache, piece: Piece) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class _Part:
     """Token rows [start, end); `mask` is [batch, 1, keys]."""
 
     start: int
@@ -74,16 +74,8 @@ class _Batch:
     mask: torch.Tensor
     rows: torch.Tensor | None = None
     """Rows to gather; None: the first rows in place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InPlace:
-    start: int
-    end: int
-    keys: int
-    pool: Pool
-    mask: torch.Tensor
-    row: int
+    row: int = 0
+    """Row of a prompt read in place."""
 
 
 class StepAttention:
@@ -97,8 +89,8 @@ class StepAttention:
         self._storage = kv.storage
         self._scale = kv.model.score_scale
         self._lines = torch.from_numpy(_lines(kv, positions, runs))
-        self._batches: list[_Batch] = []
-        self._in_place: list[_InPlace] = []
+        self._batches: list[_Part] = []
+        self._in_place: list[_Part] = []
         self._plan_dense(kv, positions)
         self._plan_runs(kv, len(positions), runs)
 
@@ -132,7 +124,7 @@ class StepAttention:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, -1), v)
 
-    def _keys_and_values(self, part: _Batch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(self, part: _Part, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         data = part.pool.data[layer]
         if part.rows is None:
             both = data[:, : part.end - part.start]
@@ -151,7 +143,7 @@ class StepAttention:
             if end > start:
                 mask = _mask(positions[start:end], pool.keys, kv.model.kv_heads)
                 self._batches.append(
-                    _Batch(start=start, end=end, keys=pool.keys, pool=pool, mask=mask)
+                    _Part(start=start, end=end, keys=pool.keys, pool=pool, mask=mask)
                 )
             start = end
 
@@ -163,7 +155,7 @@ class StepAttention:
             positions = _positions(group)
             rows = np.repeat([run.row for run in group], [run.end - run.start for run in group])
             self._batches.append(
-                _Batch(
+                _Part(
                     start=start,
                     end=start + len(positions),
                     keys=keys,
@@ -178,7 +170,7 @@ class StepAttention:
                 end = start + run.end - run.start
                 mask = _mask(np.arange(run.start, run.end), run.keys, 1)
                 self._in_place.append(
-                    _InPlace(
+                    _Part(
                         start=start,
                         end=end,
                         keys=run.keys,

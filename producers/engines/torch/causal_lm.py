@@ -286,7 +286,9 @@ def read_causal_lm(model_dir: Path, *, context_tokens: int) -> CausalLM:
     try:
         family = _family(config)
         config = dict(_DEFAULTS.get(family, {})) | dict(config)
-        _refuse_obstacles(config, family, context_tokens)
+        obstacle = _obstacle(config, family, context_tokens)
+        if obstacle:
+            raise PolicyError(obstacle)
         model = _causal_lm(config, family)
     except PolicyError as error:
         where = model_dir / "config.json"
@@ -300,12 +302,6 @@ def _family(config: Mapping[str, Any]) -> str:
     if family not in FAMILIES:
         raise PolicyError(f"models of type {family!r} are not supported")
     return str(family)
-
-
-def _refuse_obstacles(config: Mapping[str, Any], family: str, context_tokens: int) -> None:
-    obstacle = _obstacle(config, family, context_tokens)
-    if obstacle:
-        raise PolicyError(obstacle)
 
 
 def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> str | None:

@@ -215,16 +215,14 @@ class TorchEngine(EngineBase[SlotRequest]):
         events: list[EngineEvent] = []
         for row in [row for row in self._rows.values() if row.slot in emitting]:
             reason = emitting[row.slot]
-            events += row.events(reason, self._fault(row) if reason == "error" else "")
+            fault = f"the logits of token {row.length} are not finite" if reason == "error" else ""
+            events += row.events(reason, fault)
             if reason is not None:
                 if row.request.keep and reason != "error":
                     end = int(self._table.cached[row.slot])
                     self._keep(row, np.array(row.sequence[:end], np.int64))
                 self._let_go(row)
         return events
-
-    def _fault(self, row: SlotRequest) -> str:
-        return f"the logits of token {row.length} are not finite"
 
     @property
     def kv_used_tokens(self) -> int:

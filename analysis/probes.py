@@ -6,7 +6,7 @@ The *draws* of an evaluation are its trajectories, row by row, then again with n
                                 group   0  0  1  1  2  2      2 is row 0 once more
                                 sample  0  1  0  1  0  1
 
-Draw i has the same row and seed for all weights, as in `orchestrator.evaluations`.
+Draw i has the same row and seed for all weights, as in `orchestrator.curriculum`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dora_pipe.core.system.console import say
 from dora_pipe.core.system.own_code import importable, load_function
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
+from dora_pipe.orchestrator.curriculum import evaluation_group, evaluation_rows
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.registry import open_engine

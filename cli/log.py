@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import fields
+from contextlib import closing, contextmanager
+from dataclasses import fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -16,8 +17,10 @@ from rich.cells import cell_len
 
 from dora_pipe.bus.base import records_of
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
-from dora_pipe.bus.copy import copy_topics
+from dora_pipe.bus.bus import Bus
+from dora_pipe.bus.copy import CopyTarget, FileTarget, FillingTarget, copy_topics
 from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli.options import (
     ConfigArgument,
     JsonOption,
@@ -30,10 +33,18 @@ from dora_pipe.cli.progress import progress
 from dora_pipe.core.errors import ConfigError, SchemaError, UsageError, printable
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.system.console import RUNS, say
-from dora_pipe.launch.copy_run import copy_target
-from dora_pipe.launch.plan import create_topics
+from dora_pipe.launch.plan import create_topics, topic_specs
 from dora_pipe.launch.run import load_wanted
-from dora_pipe.launch.run_dir import OpenRun, opened, run_dir
+from dora_pipe.launch.run_dir import (
+    IN_FILE,
+    LOG_SUFFIX,
+    ON_KAFKA,
+    OpenRun,
+    at_url,
+    opened,
+    run_dir,
+    run_on_kafka,
+)
 from dora_pipe.ledger.calls import ask
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.schemas.control import decode_control
@@ -122,7 +133,7 @@ def copy(
     """
     with (
         opened(run, root) as source,
-        copy_target(source, target, root) as copied,
+        _copy_target(source, target, root) as copied,
         progress("copying") as report,
     ):
         done = copy_topics(source.bus, copied, source.topics.all(), report, allow_lost=allow_lost)
@@ -250,6 +261,48 @@ def _fields(record: Trajectory | AnyProgress) -> dict[str, Any]:
             array = isinstance(value, Sequence) and not isinstance(value, str)
             content[field.name] = len(value) if array else value
     return content
+
+
+@contextmanager
+def _copy_target(run: OpenRun, address: str, runs: Path) -> Iterator[CopyTarget]:
+    if address.startswith(ON_KAFKA):
+        with closing(_target_on_kafka(run, address, runs)) as bus:
+            _create_topics(run, bus)
+            yield FillingTarget(bus)
+    elif address.endswith(LOG_SUFFIX):
+        file = Path(address)
+        if run.log.url.startswith(IN_FILE):
+            _refuse_itself(file.resolve() == Path(run.log.url.removeprefix(IN_FILE)).resolve())
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"there is no folder {file.absolute().parent}")
+        with closing(SqliteBus(file)) as copy:
+            _create_topics(run, copy)
+            yield FileTarget(copy)
+    else:
+        raise UsageError(
+            f"{address} cannot hold a copy", hint="FILE.sqlite or kafka://HOST:PORT/RUN"
+        )
+
+
+def _target_on_kafka(run: OpenRun, address: str, runs: Path) -> Bus:
+    there = run_on_kafka(address, runs)
+    if there.path.name != run.topics.run:
+        raise UsageError(
+            f"{address} names run {there.path.name!r}, the source is run {run.topics.run!r}",
+            hint=f"a copy keeps the name: {there.url}/{run.topics.run}",
+        )
+    _refuse_itself(there.url == run.log.url)
+    return there.open_bus(at_url(run.config, there.url))
+
+
+def _refuse_itself(same: bool) -> None:
+    if same:
+        raise UsageError("source and copy are the same log")
+
+
+def _create_topics(run: OpenRun, bus: Bus) -> None:
+    specs = topic_specs(run.config)
+    bus.create([replace(spec, partitions=run.bus.partitions(spec.name)) for spec in specs])
 
 
 def sql(

@@ -17,9 +17,15 @@ from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import colocated, scoring, serving, watched
 from dora_pipe.orchestrator.colocated import batch_due
-from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
+from dora_pipe.orchestrator.curriculum import (
+    NextRow,
+    Samplers,
+    evaluation_group,
+    evaluation_rows,
+    next_row,
+    skip,
+)
 from dora_pipe.orchestrator.entities import UNTAKEN, Group, Request, Training, Verdict, Worker
-from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.orchestrator.serving import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_part, redundant
 from dora_pipe.orchestrator.state import State

@@ -1,8 +1,9 @@
-"""Row selection for tasks with a sampler or a difficulty window.
+"""Row selection for tasks with a sampler or a difficulty window, and groups of evaluations.
 
 Outcomes enter the row counters at a commit, or when `HELD_BATCHES` batches wait, so a choice
 depends on the state alone. Only the planner calls a user's sampler; the fold takes rows from the
-log, so changing the function does not affect past rounds.
+log, so changing the function does not affect past rounds. Groups of evaluations are equal for every
+version, including random streams.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Final
 
-from dora_pipe.config.model import Config, Task
+from dora_pipe.config.model import Config, Evaluation, Task
 from dora_pipe.core.errors import ConfigError, reason
 from dora_pipe.core.system.own_code import importable, load_function, source_sha256
-from dora_pipe.orchestrator.entities import Group
+from dora_pipe.orchestrator.entities import Facts, Group
 from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, PendingOutcome, RowStats, Weights
+from dora_pipe.orchestrator.staleness import EVALUATION_DEADLINE
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.identity import derive_seed, prompt_index, source_of
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.identity import (
+    derive_seed,
+    group_id,
+    group_seed,
+    partition_of,
+    prompt_index,
+    source_of,
+)
+from dora_pipe.schemas.rounds import GroupSpec
 
 HELD_BATCHES: Final = 4
 """Outcome batches that count without a commit; otherwise a run of filtered groups would draw
@@ -234,3 +245,38 @@ def stats_of(state: State, source: str, rows: int) -> list[RowStats]:
         if key.startswith(prefix):
             stats[int(key[len(prefix) :])] = row
     return stats
+
+
+def evaluation_rows(facts: Facts | RunStarted, evaluation: Evaluation) -> int:
+    data = facts.datasets.get(source_of("eval", evaluation.name))
+    return min(evaluation.prompts, data.rows if data else facts.eval_rows)
+
+
+def evaluation_group(
+    facts: Facts | RunStarted,
+    config: Config,
+    evaluation: Evaluation,
+    row: int,
+    *,
+    ordinal: int,
+    version: int,
+    digest: str,
+) -> GroupSpec:
+    """Return one row's group for a version."""
+    data = facts.datasets.get(source_of("eval", evaluation.name))
+    return GroupSpec(
+        group=group_id("eval", ordinal),
+        ordinal=ordinal,
+        purpose="eval",
+        version=version,
+        digest=digest,
+        deadline=EVALUATION_DEADLINE,
+        partition=partition_of(ordinal, config.bus.partitions),
+        dataset_digest=data.digest if data else facts.eval_digest,
+        index=row,
+        data_epoch=0,
+        seed=group_seed(facts.seed, "eval", row),
+        size=evaluation.group_size,
+        task=config.task_of(evaluation).name,
+        evaluation=evaluation.name,
+    )

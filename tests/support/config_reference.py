@@ -53,7 +53,7 @@ _TYPES: Mapping[str, str] = {
     "Annotated[int, Meta(ge=1, le=16)]": "integer, 1 to 16",
     "FullEvery | Literal['auto']": 'integer, 1 to 64, or "auto"',
     "RunName": "name",
-    "Port": "integer, 0 to 65535",
+    "PortNumber": "integer, 0 to 65535",
     "RecordBytes": "integer, 65536 to 32505856",
     "float": "number",
     "str": "string",

@@ -150,7 +150,6 @@ class BisectedRun:
         return self._values[subject]
 
     def _reference(self, fall: Fall, first: int) -> tuple[Comparison, int]:
-        """Return the comparison for trials and their last step."""
         committed = self.repeater.run.history.next_step
         for last in range(min(fall.step + self.limits.after, committed - 1), fall.step, -1):
             comparison = self._comparison(fall, self._unchanged(first, last))

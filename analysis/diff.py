@@ -169,7 +169,6 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
 
 
 def _content(trajectory: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
-    """Return (weights and row), digest of the tokens, reward."""
     meta = trajectory.meta
     tokens = np.asarray(trajectory.token_ids, "<i8").tobytes()
     return (

@@ -182,7 +182,6 @@ class _Scoring:
             self._score(recorded)
 
     def _step(self, asked: _Asked) -> None:
-        """Send the model's next turn, if the environment received it in the run."""
         recorded = asked.recorded
         if not asked.left:
             self._score(recorded)

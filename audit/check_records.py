@@ -175,7 +175,6 @@ class RecordCheck:
         self._same("records", fact.trajectory, "bytes", fact.bytes, evidence.bytes)
 
     def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
-        """Compare with `trajectory logged`; by field only on a mismatch."""
         expected, actual = _of_fact(fact), _of_headers(headers)
         if expected == actual:
             self._findings.looked["records"] += len(expected) - 2
@@ -215,7 +214,6 @@ class RecordCheck:
         self._versions(content, versions, logged, group)
 
     def _mixture(self, content: Content, group: GroupHistory, who: str) -> None:
-        """Check that training records have routed experts of one model, if required."""
         config = self._ledger.config
         asked = config is not None and config.sampling.return_routed_experts
         training = group.spec.purpose == "train"
@@ -263,7 +261,6 @@ class RecordCheck:
     def _dispatched(
         self, who: str, asked: _Asked, expected: tuple[object, ...], actual: tuple[object, ...]
     ) -> None:
-        """Compare with the dispatch; by field only on a mismatch."""
         for check, count in asked.counts.items():
             self._findings.looked[check] += count
         if expected == actual:

@@ -131,7 +131,6 @@ class _Look:
         self._whole(group, taken, step)
 
     def _whole(self, group: GroupHistory, taken: TakenGroup, step: int) -> None:
-        """Check that the batch has every logged trajectory of the group, of any length."""
         bound = [logged.fact.trajectory for logged in group.bound]
         trained = [trajectory.trajectory for trajectory in taken.trajectories]
         message = f"step {step} does not hold exactly its logged trajectories, in order"
@@ -172,7 +171,6 @@ class _Look:
             findings.add("batches", who, message, expected=expected, actual=actual)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
-        """Return the group with the log's incarnations, attempts and digests."""
         entry = self._ledger.accounts.groups.get(group.group)  # loads its records
         samples = {} if entry is None else entry.requests
         as_logged = tuple([self._found(trajectory, samples) for trajectory in group.trajectories])

@@ -462,7 +462,6 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
 
 
 def _parts(fact: StepCommitted) -> dict[str, Any]:
-    """Return groups per part and what was computed early."""
     if not fact.parts:
         return {}
     sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]

@@ -98,7 +98,6 @@ class TextColumns:
 
 
 def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
-    """Return texts by turn; pieces from several workers are joined."""
     ids, contexts = trajectory.token_ids, trajectory.meta.contexts
     turns = []
     for (kind, turn), of in groupby(

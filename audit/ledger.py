@@ -253,7 +253,6 @@ class Ledger:
             worker.awake = False
 
     def _check_served(self, fact: TrajectoriesLogged) -> None:
-        """Check that a worker reported a version before sampling under it."""
         worker = self.accounts.workers.get(fact.incarnation)
         if worker is None or not worker.several or fact.version in worker.first_ready:
             return
@@ -276,7 +275,6 @@ class Ledger:
             self.serving.keep(self._living())
 
     def _undecided(self, what: str, verb: str, moment: Moment) -> None:
-        """Report an event without its decision."""
         self._wrong(moment, f"{what}, but no decision {verb}")
 
     def _worker(

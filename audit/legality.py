@@ -565,7 +565,6 @@ def _in_turn(skipped: Sequence[int], seed: int, position: int, rows: int) -> int
 
 
 def _task(config: Config, before: Counter[str]) -> Task:
-    """Return the next task by the ratios."""
     shares = identity.whole_shares(tuple(task.ratio for task in config.tasks))
     given = [before[identity.source_of("train", task.name)] for task in config.tasks]
     return config.tasks[identity.next_task(shares, given)]

@@ -395,7 +395,6 @@ def _context_start(recorded: Trajectory, position: int) -> int:
 
 
 def _compare_routes(run: _Run, segment: PrefillSegment) -> str:
-    """Return the first token with other experts."""
     number = context_at(run.recorded.meta.contexts, segment.start)
     recorded = choices_of(run.recorded, number)
     if recorded is None:

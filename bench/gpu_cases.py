@@ -62,7 +62,6 @@ def cases_of(name: str) -> list[StepCase]:
 
 
 def _ways() -> list[StepCase]:
-    """Return each variant once; equal digests mean equal bits."""
     plain = StepCase(row_tokens=TINY_TOKENS, pass_tokens=TINY_TOKENS, digest=True, steps=1)
     small = with_(plain, model="tiny", rows=4)
     half = with_(small, compute="bfloat16")

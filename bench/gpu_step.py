@@ -253,7 +253,6 @@ def batch_of(case: StepCase) -> TrainBatch:
 
 
 def _guess(case: StepCase) -> float:
-    """Return the log-prob under a uniform policy."""
     return -math.log(vocabulary_of(case.model))
 
 

@@ -323,7 +323,6 @@ class RunAccount:
         )
 
     def _changed(self, changes: Sequence[Change]) -> list[LedgerEvent]:
-        """Add the marks of fenced workers; forget the oldest ones that are out."""
         events: list[LedgerEvent] = []
         for change in changes:
             events.append(change)

@@ -224,7 +224,6 @@ class CatalogueBuilder:
         self._event(at_ns, None, kind, subject, reason)
 
     def _skipped(self, decision: Dispatch, round_: Round) -> None:
-        """Add events for skipped rows, which have no group."""
         spec = decision.spec
         for row in decision.skipped:
             who, why = f"{spec.source}#{row}", f"it is solved; {spec.group} is dispatched"

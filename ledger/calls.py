@@ -62,7 +62,6 @@ def call_rows(record: Described) -> Iterator[CallRow]:
 
 
 def _idle_before(calls: Sequence[Call], scheduled_ns: int) -> list[int]:
-    """Return the ns without an open call before each call."""
     idle_ns = [0] * len(calls)
     busy_until_ns = scheduled_ns
     for number in sorted(range(len(calls)), key=lambda index: calls[index].asked_ns):

@@ -90,7 +90,6 @@ class LogFollower:
         statuses: Callable[[AnyMetrics], None] | None = None,
         meter: LogMeter | None = None,
     ) -> None:
-        """Read the metrics topic only for `statuses`."""
         self.meter = meter or LogMeter()
         self.chain = GENESIS_CHAIN
         self.over = False

@@ -239,7 +239,6 @@ class GroupLedger:
         return changes
 
     def _depart(self, incarnation: int, how: Departure, at_ns: int, why: str) -> list[Change]:
-        """Mark an incarnation as out and requeue its requests."""
         worker = self.workers.get(incarnation)
         if worker is None or worker.gone is not None:
             return []
@@ -375,7 +374,6 @@ class GroupLedger:
             self.sample_ended(group)
 
     def _lost(self, group: GroupHistory, request: RequestHistory, *, fault: bool) -> None:
-        """Count the fault of an attempt that ended."""
         if request.over:
             return
         request.faults += fault

@@ -173,7 +173,6 @@ class MarkAccount:
 
 
 def _text(value: object) -> str:
-    """Format a value, `unset` for None."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -84,7 +84,6 @@ class FailedTrajectories:
 
 
 def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
-    """Yield (trajectory, error) of those without a valid reward or never sampled."""
     for request in group.placed:
         last = request.attempts[-1]
         if request.logged is not None:

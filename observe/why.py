@@ -215,7 +215,6 @@ class _Present:
         )
 
     def _admission_limit(self) -> str:
-        """Return the setting that limits admission, by the orchestrator's last status."""
         status = self._heard.get(ORCHESTRATOR)
         return status.closed_by if isinstance(status, OrchestratorStatus) else ""
 
@@ -311,7 +310,6 @@ class _Present:
         return (line, *self._blocked(Blocker("worker", attempt.worker), path))
 
     def _progress(self, name: str, status: AnyMetrics | None) -> str:
-        """Describe the progress of a request, and what open calls wait for."""
         if not isinstance(status, WorkerStatus):
             return ""
         progress = status.progress.get(name)

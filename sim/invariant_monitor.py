@@ -317,7 +317,6 @@ class InvariantMonitor:
             self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
 
     def _expect_progress(self, fence: Fence) -> None:
-        """Check that reported progress is kept."""
         known_tokens = self._heard.progress.get((fence.worker, fence.incarnation), {})
         for name in known_tokens.keys() & set(self.ledger.placed_on(fence.incarnation)):
             self.ledger.known(name, known_tokens[name])

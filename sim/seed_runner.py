@@ -146,7 +146,6 @@ class SeedRun:
         self._audit(world)
 
     def _live(self, world: World) -> None:
-        """Wait for the end; resume a halted run."""
         until_ns = world.clock.ns + LIVE_NS
         for _ in range(HALTS_MAX):
             world.run(

@@ -203,7 +203,6 @@ def spread(values: Sequence[float], *, digits: int) -> str:
 
 @contextmanager
 def _topic(address: str, name: str) -> Iterator[None]:
-    """Yield with a topic; delete it from a broker."""
     bus = open_bus(address)
     try:
         bus.create([TopicSpec(name=name, partitions=PARTITIONS)])

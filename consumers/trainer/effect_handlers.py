@@ -155,7 +155,6 @@ class EffectHandlers:
         return self._learner
 
     def _restore(self, effect: Restore) -> Iterator[TrainerEvent | None]:
-        """Load a checkpoint, replay later steps, compare digests."""
         self._fetched = self._trained = None
         learner = self.learner
         base = load_base(self._store, learner, self._setup.started, effect.notes)
@@ -343,7 +342,6 @@ class EffectHandlers:
         self._no_room = why
 
     def _drop(self, effect: DropFiles) -> Iterator[TrainerEvent]:
-        """Delete files; failures are left to `prune`."""
         try:
             for digest in effect.weights:
                 self._store.drop_weights(digest)

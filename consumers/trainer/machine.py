@@ -409,8 +409,6 @@ class TrainerMachine:
         return True
 
     def _must_wait(self, part: TakePart) -> bool:
-        """Return whether the reference is uncommitted, or an update would change weights being
-        written."""
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
             return True
         return int(part.settings.get(REFERENCE, 0)) > self.history.next_step

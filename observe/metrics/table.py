@@ -48,7 +48,6 @@ def _queued(stats: RunStats) -> float | None:
 
 
 def _waits(stats: RunStats) -> Samples:
-    """Return the wait of each role; 0 for a role that works."""
     samples: dict[tuple[str, str, str], float] = {}
     for role, status in {} if stats.over else stats.heard.items():
         wait = next((wait for wait in status.waits if wait.blocking), None)

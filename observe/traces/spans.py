@@ -446,7 +446,6 @@ class _Group:
         self.builder.add("dispatched", self.root, times, attrs)
 
     def _samples(self) -> tuple[dict[str, int], int]:
-        """Return the publication time by trajectory, and the clock skew."""
         came: dict[str, int] = {}
         skew_ns = 0
         for request in self.ended.group.placed:

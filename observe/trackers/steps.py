@@ -181,7 +181,6 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, float]:
 
 
 def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, float]:
-    """Return counts by fault and by error class seen so far."""
     metrics: dict[str, float] = {
         f"invalid/{fault}": float(sum(of.values())) for fault, of in by_fault(new).items()
     }

@@ -145,7 +145,6 @@ def _totals(view: RunView) -> dict[str, Any]:
 
 
 def _points(view: RunView) -> Points:
-    """Return columns over chart points; a point is one or several steps."""
     columns = ", ".join(f"{sql} as {name}" for name, sql in _POINT.items())
     rows = view.rows(f"select {columns} from {_POINTS} group by point order by point")
     return {
@@ -164,7 +163,6 @@ def _places(points: Points) -> dict[int, int]:
 def _means(
     points: Points, samples: Iterable[tuple[int, str, float]]
 ) -> dict[str, list[float | None]]:
-    """Return a column of means per name from (step, name, value)."""
     places = _places(points)
     columns: dict[str, list[list[float]]] = {}
     for step, name, value in samples:
@@ -176,7 +174,6 @@ def _means(
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
-    """Return a series per name: versions, mean rewards, numbers of valid rewards, metrics."""
     evaluations: dict[str, list[tuple[int, list[float], dict[str, float]]]] = {}
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
         rewards = [sample.reward for prompt in prompts for sample in prompt]
@@ -199,7 +196,6 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
 
 
 def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, task and component, mean) of every reward component."""
     sql = "select step, reward_parts from steps where reward_parts is not null"
     for step, text in view.rows(sql):
         for task, parts in msgspec.json.decode(text).items():
@@ -255,7 +251,6 @@ def _waits(view: RunView) -> dict[str, Any]:
 
 
 def _times(view: RunView) -> list[dict[str, Any]]:
-    """Return mean seconds per phase of trained trajectories, by length."""
     marks = (
         "g.dispatched_ns",
         "t.scheduled_ns",

@@ -155,7 +155,6 @@ def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the steps that made the group's version and that trained the group."""
     version = group["version"]
     step = group["step"] if group["outcome"] == "trained" else None
     return {
@@ -283,7 +282,6 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
 
 
 def _group_parts(view: RunView, name: str) -> dict[str, float]:
-    """Return scores outside the record, of rewards computed over the group."""
     parts = view.value("select group_parts from trajectories where trajectory_id = ?", name)
     return msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
 

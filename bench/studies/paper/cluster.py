@@ -195,7 +195,6 @@ class Cluster:
             self._note(PlanPeriod())
 
     def _report(self) -> None:
-        """Report due responses by worker and version."""
         grouped: dict[tuple[str, int], list[ScheduledRequest]] = {}
         while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
             _, _, worker, request = heapq.heappop(self._ended)
@@ -258,7 +257,6 @@ class Cluster:
             self._round()
 
     def _obey(self, decision: AnyDecision) -> bool:
-        """Execute; return True for a batch."""
         if isinstance(decision, TakeBatch):
             self._train(decision)
             return True

@@ -139,7 +139,6 @@ class Sharing:
         return self.rates.tau(len(self._ends))
 
     def _settle(self) -> None:
-        """Drop outdated heap entries."""
         while self._heap and self._ends.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
 

@@ -298,7 +298,6 @@ class Engine:
         return gathered.to(self.stored_dtype(name, moment))
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Return all parts on rank 0; other ranks receive none."""
         extents, shape, zeros = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
         sizes = [elements for _, elements in extents]
         mine = part[: sizes[self._rank]].to(self.options.device)

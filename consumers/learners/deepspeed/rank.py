@@ -245,7 +245,6 @@ class Rank:
         return self._train(command, trajectories)
 
     def _train(self, command: Train, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Run the updates of a step; stop after a norm that is not finite."""
         step, following = step_settings(command.settings), iter(trajectories)
         with deterministic(self._threads), self._group.together():
             self._drop_gathered()

@@ -62,7 +62,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _round(tensor: Tensor) -> Tensor:
-    """Round float32 to bfloat16 in place, nearest even; return the remainders."""
     rounded = tensor.detach().to(torch.bfloat16).to(torch.float32)
     beyond = _bits(tensor) - _bits(rounded)
     tensor.detach().copy_(rounded)

@@ -114,8 +114,6 @@ class Repeater:
 
 @dataclass(slots=True, kw_only=True)
 class BisectedRun:
-    """A run with a probe and known values."""
-
     repeater: Repeater
     probe: Probe
     limits: Limits

@@ -68,8 +68,6 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """First record of a kind that differs."""
-
     kind: Kind
     name: str
     at_ns: int

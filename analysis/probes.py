@@ -59,8 +59,6 @@ Values = Sequence[float | None]
 
 
 class Probe(Protocol):
-    """Source of values by draw."""
-
     @property
     def direction(self) -> float | None:
         """1: more is better; None: the given versions define it."""

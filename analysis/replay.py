@@ -117,8 +117,6 @@ class Rebuilt:
 
 @dataclass(kw_only=True)
 class SourceRun:
-    """Run with a lazily created learner."""
-
     bus: Bus
     topics: Topics
     store: PolicyStore

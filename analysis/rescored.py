@@ -40,8 +40,6 @@ ENDED: Final = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """An ended group with both rewards."""
-
     group: str
     version: int
     size: int
@@ -55,8 +53,6 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedGroup:
-    """A group with another outcome."""
-
     group: str
     step: int
     old: str
@@ -65,8 +61,6 @@ class ChangedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Effects of other rewards."""
-
     trajectories: int
     """Scored ones that count."""
     left_out: int

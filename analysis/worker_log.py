@@ -43,8 +43,6 @@ Report = Callable[[str, float, float | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A trajectory to sample."""
-
     spec: GroupSpec
     sample: int
     prefix: EpisodeProgress | None = None
@@ -59,8 +57,6 @@ Sampled = dict[str, Trajectory | RequestFailed]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """Components of a temporary worker."""
-
     store: Policies
     config: Config
     """See `alone`."""

@@ -26,8 +26,6 @@ Place = tuple[int, int]
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Content of a valid value."""
-
     group_size: int
     sample: int
     source: str

@@ -68,8 +68,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TextColumns:
-    """Inputs of the text columns."""
-
     words: Words | None = None
     data: Mapping[str, Rows] = field(default_factory=dict)
 

@@ -88,8 +88,6 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class FallbackAccount:
-    """Fallback rows, in log order."""
-
     def __init__(self) -> None:
         self._with_deltas: set[str] = set()
         self._not_whole: set[str] = set()

@@ -76,8 +76,6 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over prompts."""
-
     value: float
     low: float
     high: float
@@ -109,8 +107,6 @@ OPEN_MAX: Final = 32
 
 
 class Evaluating:
-    """Samples of unfinished evaluations."""
-
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], list[tuple[int, list[Sample]]]] = {}
 

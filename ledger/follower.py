@@ -42,8 +42,6 @@ Read = TypeVar("Read")
 
 
 class LogReader(Protocol):
-    """Receiver of records."""
-
     def fact(self, offset: int, fact: AnyControl, /) -> None: ...
 
     def round(self, round_: Round, offset: int, /) -> None: ...

@@ -86,8 +86,6 @@ class ComputesParts(Protocol):
 
 
 class StepInParts:
-    """State of a step in parts."""
-
     def __init__(self) -> None:
         self._done: list[DonePart] = []
         self._kept = False

@@ -19,8 +19,6 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """Sums over the updates of a step."""
-
     loss: float = 0.0
     router_aux: float = 0.0
     """Unweighted."""

@@ -65,8 +65,6 @@ GAP: Final = 2
 
 
 class ShareReader:
-    """Reader of a rank's trajectories."""
-
     def __init__(self, bus: Bus, topic: str, clock: Clock) -> None:
         self._topic = topic
         self._reader = PlaceReader(

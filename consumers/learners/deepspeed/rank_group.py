@@ -50,8 +50,6 @@ _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Identity of this process among the ranks."""
-
     rank: int
     ranks: int
     local_rank: int

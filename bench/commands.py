@@ -16,6 +16,7 @@ BENCHES: Final[Panels] = {
         "plan": ("bench.plan:command", "Longest turn of the orchestrator."),
         "endpoint": ("bench.endpoint:command", "CPU time and memory of agents' calls."),
         "memory": ("bench.step_memory:command", "Peak memory and time of a training step."),
+        "serving": ("bench.serving:command", "Tokens per second of vLLM, by a worker and alone."),
         "versions": ("bench.versions:command", "Time from an optimizer step to a token."),
         "faults": ("bench.faults:app", "Kill roles; exit code 5 unless all is clean."),
     },

@@ -41,7 +41,7 @@ HOST: Final = "sim"
 DATASET: Final = sha256_hex(b"train rows")
 EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROWS: Final = 40
-FEW_ROWS: Final = 6
+FEW_ROWS: Final = 2
 """Rows of a run with a curriculum; few, so that every row repeats."""
 EVAL_ROWS: Final = 3
 

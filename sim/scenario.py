@@ -311,7 +311,7 @@ def _curriculum(seed: int, config: Config) -> Config:
         lambda task: msgspec.structs.replace(
             task,
             sampler=chance.choice(("", "dora_pipe.sim.parts:weights")),
-            max_solve_rate=chance.choice((None, 0.5, 1.0)),
+            max_solve_rate=chance.choice((None, 0.25, 0.5)),
         ),
     )
 

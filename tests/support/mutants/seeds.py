@@ -57,7 +57,7 @@ _MEETS: Final[dict[str, Meets]] = {
     "old-scores-count": _TOGETHER,
     "alone-trained": _TOGETHER,
     "counted-at-once": _of(
-        lambda config: any(one.sampler or one.max_solve_rate for one in config.tasks)
+        lambda config: any(task.max_solve_rate and not task.sampler for task in config.tasks)
     ),
     "weights-stay": _of(lambda config: any(one.sampler for one in config.tasks)),
     "base-dropped": _both(_DELTAS, _DELETES),

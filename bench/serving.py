@@ -1,8 +1,8 @@
 """Sampled tokens per second of a vLLM worker, and of `vllm serve` driven directly.
 
-A run evaluates its start policy on one worker. `vllm serve` then gets the same prompts over
-/v1/completions, as many at a time, each for the tokens that the worker sampled, with log-probs.
-Both start a server of their own. The time is that from the first request to the last answer.
+A run evaluates its start policy on one worker. `vllm serve` then completes the same prompts over
+/v1/completions with log-probs, as many at a time, to the lengths that the worker sampled. Each
+starts its own server. Times are from the first request to the last answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTEXT_TOKENS: Final = 256
 START_S: Final = 300.0
 POLL_S: Final = 0.5
 SERVE: Final = "vllm.entrypoints.openai.api_server"
-"""Program behind `vllm serve`, whose command does not start in the build for CPUs."""
+"""Module of `vllm serve`; the command itself fails in the build for CPUs."""
 
 THREADS: Final = {"OMP_NUM_THREADS": "1"}
 CPU_ENVIRONMENT: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -65,7 +65,7 @@ class ServingFigure:
 def command(
     rows: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="Trajectories of each of 256 prompts.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, both ways in turn.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, alternating.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second of a vLLM worker and of `vllm serve` alone."""

@@ -118,10 +118,10 @@ class MainThread(Runner):
         super().__init__()
         self.serves = False
 
-    def serve(self) -> None:
+    def accept(self) -> None:
+        """Take functions from now on; they wait for `serve`."""
         signal.signal(INTERRUPT, self._raise)
         self.serves = True
-        super().serve()
 
     async def give_up(self, work: Work) -> None:
         """See `Runner`; return when the thread is free."""

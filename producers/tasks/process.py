@@ -83,6 +83,7 @@ def main() -> None:
         return
     server, hello = opened
     write(pack(hello))
+    MAIN.accept()
     Background().run(_serve(server, inbox, buffer))
     MAIN.serve()
 

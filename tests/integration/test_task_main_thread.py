@@ -82,6 +82,14 @@ class Worlds(Task):
 """
 
 
+LATE = """
+from dora_pipe.producers.tasks.execution import MAIN
+
+serve = MAIN.serve
+MAIN.serve = lambda: (time.sleep(1.0), serve())
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(MODULE)
@@ -113,6 +121,15 @@ def test_rewards_run_in_the_main_thread_on_every_attempt(folder: Path, names: An
             assert isinstance(event, Rewarded)
             assert event.parts == dict.fromkeys(names, 1.0)
         assert pool.deaths == 0
+
+
+def test_rewards_wait_for_the_main_thread(folder: Path) -> None:
+    with (folder / "mine.py").open("a") as module:
+        module.write(LATE)
+    with TaskPool(task(folder, "plain")) as pool:
+        event = ask(pool, score("r", ""))
+        assert isinstance(event, Rewarded)
+        assert event.reward == 1.0
 
 
 def test_rewards_of_groups_run_in_the_main_thread_on_every_attempt(folder: Path) -> None:

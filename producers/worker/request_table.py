@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
-from typing import Final
+from typing import Final, TypeVar
 
-from dora_pipe.core.errors import SchemaError, reason
+from dora_pipe.core.errors import reason
 from dora_pipe.core.pure.machine import Now, Outputs, Publish
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
@@ -50,8 +52,9 @@ REPORTED_MAX: Final = 1000
 
 PROGRESS_TAG: Final = "p:"
 
-UNENCODABLE: Final = (SchemaError, ValueError, TypeError, OverflowError)
-"""Errors of encoding a record that must not be logged."""
+LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,11 +268,8 @@ class RequestTable:
         self, request: RequestState, progress: AnyProgress, owner: RequestState
     ) -> None:
         """Log a record of `request`; one that breaks its schema fails `owner`."""
-        try:
-            with self.codec:
-                value = encode_any_progress(progress)
-        except UNENCODABLE as error:
-            self.give_up(owner, self.now, "SchemaError", reason(error), retryable=False)
+        value = self.encoded(owner, partial(encode_any_progress, progress))
+        if value is None:
             return
         append = Append(
             topic=self.setup.topics.progress,
@@ -278,6 +278,16 @@ class RequestTable:
             value=value,
         )
         self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
+
+    def encoded(self, owner: RequestState, encode: Callable[[], T]) -> T | None:
+        """Return a record's encoding; on any error fail `owner` alone and return None."""
+        try:
+            with self.codec:
+                return encode()
+        except Exception as error:  # a bad record must not end the other requests
+            LOG.warning("encoding a record of %s failed", owner.key, exc_info=error)
+            self.give_up(owner, self.now, "SchemaError", reason(error), retryable=False)
+            return None
 
     # Dropping
 

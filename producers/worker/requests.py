@@ -26,9 +26,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final
 
-from dora_pipe.core.errors import reason
 from dora_pipe.core.pure.machine import Now, Publish, Published
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
@@ -73,12 +73,12 @@ from dora_pipe.producers.worker.request import (
     key_of,
 )
 from dora_pipe.producers.worker.request_records import logged_of, released_of, trajectory_of
-from dora_pipe.producers.worker.request_table import UNENCODABLE, RequestTable
+from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, prompt_error
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import ScheduledRequest
-from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory import Headers, Progress, Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
 
 EMIT_EVERY_TOKENS: Final = 32
@@ -359,12 +359,11 @@ class Requests(RequestTable):
 
     def log(self, request: RequestState) -> None:
         self.enter(request, Phase.LOGGING)
-        try:
-            with self.codec:
-                value, headers = encode_trajectory(trajectory_of(request, self.setup))
-        except UNENCODABLE as error:
-            self.give_up(request, self.now, "SchemaError", reason(error), retryable=False)
+        trajectory = trajectory_of(request, self.setup)
+        encoded = self.encoded(request, partial(_with_pairs, trajectory))
+        if encoded is None:
             return
+        value, headers, pairs = encoded
         if len(value) > VALUE_BYTES_MAX:
             message = f"a trajectory of {len(value)} bytes is above {VALUE_BYTES_MAX}"
             self.give_up(request, self.now, "RecordTooLarge", message, retryable=False)
@@ -375,7 +374,7 @@ class Requests(RequestTable):
             partition=request.place.spec.partition,
             key=request.place.spec.group.encode(),
             value=value,
-            headers=header_pairs(headers),
+            headers=pairs,
             digest=headers.sha256,
         )
         self.out.publish.append(Publish(record=append, tag=TRAJECTORY_TAG + request.key))
@@ -475,3 +474,8 @@ class Requests(RequestTable):
         if request.chain.resume is not None:
             self.left[request.place.trajectory] = request.chain.resume
         self.abandon(request)
+
+
+def _with_pairs(trajectory: Trajectory) -> tuple[bytes, Headers, tuple[tuple[str, bytes], ...]]:
+    value, headers = encode_trajectory(trajectory)
+    return value, headers, header_pairs(headers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from dora_pipe.producers.tasks.calls import PromptReady, RewardCall, Rewarded
@@ -140,3 +142,24 @@ def test_record_that_is_too_large_fails_the_request_for_good(
     world.until_idle(worker)
     (failure,) = world.facts(RequestFailed)
     assert (failure.error, failure.retryable) == ("RecordTooLarge", False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a library"), ValueError("odd")])
+@pytest.mark.parametrize(
+    "encoder", ["requests.encode_trajectory", "request_table.encode_any_progress"]
+)
+def test_record_that_cannot_be_encoded_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, encoder: str, error: Exception
+) -> None:
+    world = World(lengths=lambda seed, turn: 40)
+    worker = world.start(checkpoint_tokens=16)
+    with monkeypatch.context() as patched:
+        encode = Mock(side_effect=error)
+        patched.setattr(f"dora_pipe.producers.worker.{encoder}", encode)
+        world.decide(world.place(worker, 1))
+        world.until_idle(worker)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.error, failure.retryable) == ("SchemaError", False)
+    world.decide(world.place(worker, 2))
+    world.until_idle(worker)
+    assert list(world.trajectories()) == ["g0000000002-000"]

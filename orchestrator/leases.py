@@ -56,7 +56,7 @@ class Leases(Generic[One]):
         over: list[One] = list(takewhile(lambda key: heard[key] <= last_ns, heard))
         ended = sorted(filter(lives, over))
         for key in over:
-            if key not in ended:
+            if not lives(key):
                 del heard[key]
         return ended
 

@@ -144,7 +144,7 @@ def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
         names = staying(state, worker)
         if not _fits(state, worker, names, free_slots[worker.target].free, rested=True):
             continue
-        if not _pays(state, worker, names, min(worker.slots, needed - have), outlook):
+        if not _pays(state, names, min(worker.slots, needed - have), outlook):
             continue
         have += worker.slots
         why = f"frees {worker.name} for version {state.version}, {needed} requests of which wait"
@@ -228,7 +228,7 @@ def _may_move(state: State, request: Request, *, rested: bool) -> bool:
     return state.now_ns - request.moved_ns >= rest_ns
 
 
-def _pays(state: State, worker: Worker, names: list[str], slots: int, outlook: Outlook) -> bool:
+def _pays(state: State, names: list[str], slots: int, outlook: Outlook) -> bool:
     """Report whether the slots gained until the longest request ends are worth the pauses."""
     ages = (state.now_ns - state.requests[name].began_ns for name in names)
     longest_ns = max((outlook.left_ns(age) for age in ages), default=0)

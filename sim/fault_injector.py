@@ -17,7 +17,7 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.agents import Agents
 from dora_pipe.sim.faults import HANGING
 from dora_pipe.sim.parts import TimedTaskPort
-from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, NoFaults, Role
+from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, FaultModel, Role
 from dora_pipe.sim.scenario import Scenario
 from dora_pipe.sim.world import World
 
@@ -53,7 +53,7 @@ FOR_EVER_NS: Final = 10**15
 """Longer than any seed."""
 
 
-class FaultInjector(NoFaults):
+class FaultInjector(FaultModel):
     """Faults of one run, counted in `struck`."""
 
     def __init__(self, scenario: Scenario) -> None:

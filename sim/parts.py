@@ -53,6 +53,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     TaskCall,
+    TaskEffect,
     TaskEvent,
     TaskFailed,
 )
@@ -134,7 +135,7 @@ class SimTasks:
     def due_ns(self) -> int:
         return self._due_ns
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, Forget):
             self._forget(effect.request)
             return

@@ -125,7 +125,7 @@ class Observer(Protocol):
     def wrap(self, role: Role, machine: Machine[Any, Any]) -> Machine[Any, Any]: ...
 
 
-class NoFaults:
+class FaultModel:
     """Source of faults; a subclass adds some. Use `World.after` for timed faults such as a kill,
     pause or command."""
 

@@ -34,8 +34,8 @@ from dora_pipe.sim.role import (
     NEVER_NS,
     ORCHESTRATOR,
     TRAINER,
+    FaultModel,
     Killed,
-    NoFaults,
     Observer,
     Role,
     RoleClock,
@@ -64,14 +64,14 @@ class World:
         *,
         workers: Sequence[WorkerPlan],
         parts: Parts | None = None,
-        faults: NoFaults | None = None,
+        faults: FaultModel | None = None,
         seed: int = 0,
         observer: Observer | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
         self.parts: Parts = parts or PlainParts()
-        self.faults = faults or NoFaults()
+        self.faults = faults or FaultModel()
         self.clock = WorldClock()
         self.topics = Topics(config.run.name)
         self.plans = {plan.name: plan for plan in workers}

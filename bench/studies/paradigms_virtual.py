@@ -28,7 +28,14 @@ from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.calls import EnvStep, Forget, RewardCall, TaskCall, TaskEvent
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    Forget,
+    RewardCall,
+    TaskCall,
+    TaskEffect,
+    TaskEvent,
+)
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import TaskPort
@@ -215,7 +222,7 @@ class LateTasks(SimTasks):
         self._pool, self._pace, self._seed = pool, pace, seed
         self._turns: Counter[str] = Counter()
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, Forget):
             self._pool.start(effect)
         if isinstance(effect, Forget | RewardCall):

@@ -60,7 +60,7 @@ from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, Sche
 from dora_pipe.core.loop.retry import until_there_is_room
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.schemas.control import RunStarted, TakenTrajectory
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
@@ -254,13 +254,11 @@ class EffectHandlers:
         arrived: dict[str, Arrived] = {}
         for taken in (trajectory for group in decision.groups for trajectory in group.trajectories):
             fetched = records[RecordPlace(taken.partition, taken.offset)]
-            arrived[taken.trajectory], letter = self._arrived(taken, fetched)
+            arrived[taken.trajectory], letter = self._arrived(fetched)
             unreadable += [] if letter is None else [letter]
         return arrived, unreadable
 
-    def _arrived(
-        self, taken: TakenTrajectory, fetched: FetchedRecord
-    ) -> tuple[Arrived, Unreadable | None]:
+    def _arrived(self, fetched: FetchedRecord) -> tuple[Arrived, Unreadable | None]:
         if fetched.error is not None or fetched.record is None:
             return Arrived(why=fetched.why), None
         try:

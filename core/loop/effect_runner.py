@@ -121,10 +121,6 @@ class EffectRunner:
             self._begin()
 
     @property
-    def effects(self) -> tuple[type, ...]:
-        return tuple(self._handlers)
-
-    @property
     def working(self) -> bool:
         return self._open > 0
 

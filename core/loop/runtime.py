@@ -1,9 +1,9 @@
 """The loop of a role: poll, react, append, run effects.
 
 Every role is a `Machine` without IO, clock or randomness. `Runtime.tick` connects it to the bus and
-its ports. One tick:
+its port. One tick:
 
-1. Collect events of ports, acknowledgements and, once per `BUS_TURN_NS`, bus records.
+1. Collect events of the port, acknowledgements and, once per `BUS_TURN_NS`, bus records.
 2. Call `react` if there is input or a wake-up is due.
 3. Start effects, which never block: slow ones run in threads or processes.
 4. Once per `BUS_TURN_NS`, append durably; acknowledgements are input of the next tick. Statuses of

@@ -82,7 +82,7 @@ class WaitTracker:
     ) -> tuple[Wait, ...]:
         """Return the current waits for a status, blocking ones first; log new alarms.
 
-        A wait missing from `found` has ended.
+        A wait missing from `pending` has ended.
         """
         before, self._open = self._open, {}
         waits = []

@@ -181,8 +181,8 @@ class RunningRequest:
         return len(self.request.token_ids) + len(self.tokens)
 
     def append(self, token: int, logprob: float, sampler_logprob: float) -> StopReason | None:
-        """Append a token; return whether a stop string ends the request, or a log-prob that is not
-        finite, which drops the token."""
+        """Append a token; return "stop" after a stop string, "error" for a log-prob that is not
+        finite, whose token is dropped."""
         if not math.isfinite(logprob):
             return "error"
         self.tokens.append(token)

@@ -1,4 +1,4 @@
-"""State of the requests in an engine's slots, as one array per property."""
+"""Requests in an engine's slots, their arrays for a step, and their routed experts."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
     StillOpening,
     TaskCall,
+    TaskEffect,
     TaskEvent,
     TaskFacts,
     TaskFailed,
@@ -129,7 +130,7 @@ class TaskPool:
             self._turn(_WAIT_S)
         return self._facts
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, Forget):
             self.forget(effect.request)
             self._suspected.pop(effect.request, None)

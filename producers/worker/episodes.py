@@ -141,7 +141,7 @@ def _answer_difference(event: EnvObserved, recorded: Exchange) -> str:
 
 def _difference(now: Sequence[int], before: Sequence[int]) -> str:
     pairs = zip(now, before, strict=False)
-    at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-    if at is None:
+    index = next((index for index, (new, old) in enumerate(pairs) if new != old), None)
+    if index is None:
         return f"has {len(now)} tokens, and had {len(before)}"
-    return f"has token {now[at]} at {at}, and had {before[at]}"
+    return f"has token {now[index]} at {index}, and had {before[index]}"

@@ -113,8 +113,8 @@ class MemoryHandover:
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
         if blob.sha256 not in self.kept:
             return Lost(GONE)
-        fetched, kv = self.kept[blob.sha256]
-        return kv if fetched == label else Lost(OTHER_REQUEST)
+        kept_label, kv = self.kept[blob.sha256]
+        return kv if kept_label == label else Lost(OTHER_REQUEST)
 
     def drop(self, blob: Blob) -> None:
         self.kept.pop(blob.sha256, None)

@@ -278,7 +278,7 @@ class TaskPorts(PortGroup[TaskEvent]):
     """Task ports of a worker, selected by the `source` of a call."""
 
     def __init__(self, ports: Mapping[str, TaskPort]) -> None:
-        super().__init__(*{id(port): port for port in ports.values()}.values())
+        super().__init__(*dict.fromkeys(ports.values()))
         self._of = ports
 
     def start(self, effect: TaskEffect) -> None:

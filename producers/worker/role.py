@@ -31,10 +31,9 @@ from dora_pipe.core.errors import (
     OutcomeUnknown,
     PolicyError,
     ResourceError,
-    TopicMissing,
 )
 from dora_pipe.core.loop.retry import retry_bus
-from dora_pipe.core.loop.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.core.loop.run_lifecycle import records_between, run_is_over, wait_for_run
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.core.pure.status_schedule import quiet_ns
@@ -128,7 +127,7 @@ class _Worker:
     @property
     def pools(self) -> list[PoolSpec]:
         every = pool_specs(self.config)
-        return [one for one in every if not self.source or self.source in one.sources]
+        return [pool for pool in every if not self.source or self.source in pool.sources]
 
     @property
     def colocated(self) -> bool:
@@ -458,18 +457,6 @@ def _longest_call_s(task: model.Task) -> float:
 # Before joining
 
 
-def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
-    tp = TopicPartition(topics.control, 0)
-    try:
-        end = bus.end(tp)
-        reader = bus.reader({tp: start})
-    except TopicMissing:
-        return
-    with closing(reader):
-        while reader.position(tp) < end:
-            yield from reader.poll(timeout_s=POLL_S)
-
-
 def _checked_assets(here: _Worker) -> Path:
     path = here.store.assets(here.run.assets_digest)
     if not path.is_dir():
@@ -550,7 +537,9 @@ def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
 
 
 def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
-    for record in _control(here.bus, here.topics, start):
+    control = TopicPartition(here.topics.control, 0)
+    end = here.bus.end(control)
+    for record in records_between(here.bus, control, start, end, here.clock):
         if b'"worker-joined"' in record.value:  # avoids decoding most records
             decoded = decode_control(record.value)
             if isinstance(decoded, WorkerJoined):

@@ -138,7 +138,7 @@ class TokenSequence:
         """
         start = self._after(sampled)
         segments: list[Segment] = []
-        models = 0  # in `found`, up to the last model segment
+        models = 0  # in `segments`, up to the last model segment
         for segment in self._segments_from(start, made_by):
             if segment.kind == "model":
                 if models and segment.version != segments[models - 1].version:
@@ -429,7 +429,7 @@ def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | Non
 
 def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:
     """Return the sequence of a valid chain, or why its segments are invalid."""
-    parts = [segment for segment in chunks if isinstance(segment, EpisodeProgress)]
+    parts = [chunk for chunk in chunks if isinstance(chunk, EpisodeProgress)]
     kinds = [segment.kind for part in parts for segment in part.segments]
     if kinds[:1] != ["prompt"] or "prompt" in kinds[1:] or "model" not in kinds:
         return "the progress records do not begin with one prompt"

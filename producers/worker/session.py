@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 class ContextTree:
-    """Answered calls of a session: ``add`` each `TurnProgress`, ``schedule`` the next call, finally
+    """Answered calls of a session: ``add`` each `TurnProgress`, ``place`` the next call, finally
     ``record``."""
 
     def __init__(self) -> None:

@@ -14,7 +14,14 @@ from dora_pipe.bench.studies.paradigms import ParadigmRun
 from dora_pipe.bench.studies.paradigms_study import Study, study_of
 from dora_pipe.bench.studies.paradigms_virtual import TOOLS, LateTasks
 from dora_pipe.core.errors import UsageError
-from dora_pipe.producers.tasks.calls import EnvStep, Forget, PromptCall, PromptReady, TaskCall
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    Forget,
+    PromptCall,
+    PromptReady,
+    TaskCall,
+    TaskEffect,
+)
 from dora_pipe.producers.tasks.task import ToolCall, Turn
 from tests.support.user_run import bench
 from tests.support.worker import VirtualClock
@@ -73,9 +80,9 @@ def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:
 
 class Process:
     def __init__(self) -> None:
-        self.seen: list[TaskCall | Forget] = []
+        self.seen: list[TaskEffect] = []
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         self.seen.append(effect)
 
     def poll(self, wait_s: float) -> list[PromptReady]:

@@ -11,7 +11,7 @@ from dora_pipe.audit.auditor import audit
 from dora_pipe.bus.memory import AppendFault, FaultPlan, ScriptedFaults
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.parts import WorkerPlan
-from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, NoFaults, Role
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, FaultModel, Role
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import SECOND_NS, World
@@ -78,7 +78,7 @@ def test_equal_seeds_give_equal_logs_in_every_process() -> None:
     assert forked.stdout.split()[-1] == here
 
 
-class Away(NoFaults):
+class Away(FaultModel):
     def __init__(self, name: str, appends: int) -> None:
         self.name, self.appends = name, appends
 

@@ -12,7 +12,7 @@ from dora_pipe.producers.tasks.calls import (
     PromptCall,
     RewardCall,
     Rewarded,
-    TaskCall,
+    TaskEffect,
     TaskEvent,
 )
 from tests.support.inline_tasks import InlineTasks
@@ -35,7 +35,7 @@ class Games(InlineTasks):
         self.episodes = self.replayable = True
         self.step, self.reward = self._respond, self._score
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, PromptCall):
             self.told[effect.request] = []
         elif isinstance(effect, Forget):

@@ -17,6 +17,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     TaskCall,
+    TaskEffect,
     TaskEvent,
     TaskFailed,
 )
@@ -43,7 +44,7 @@ class InlineTasks:
     def busy(self) -> bool:
         return bool(self.events)
 
-    def start(self, effect: TaskCall | Forget) -> None:
+    def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, Forget):
             self.forgotten.append(effect.request)
             self.calls = [call for call in self.calls if call.request != effect.request]

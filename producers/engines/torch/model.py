@@ -134,7 +134,7 @@ def forward(
     rows_needed: int,
     added: Sequence[Added] = (),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return logits [max(wanted, ROWS_MIN), vocabulary] of the first rows, and routed experts,
+    """Return logits [max(rows_needed, ROWS_MIN), vocabulary] of the first rows, and routed experts,
     int64 [rows, per_token] per sparse layer.
 
     `tokens` int64 [rows], `turns` complex64 [rows, 1, pairs]; at least ROWS_MIN rows.
@@ -322,7 +322,7 @@ def empty_latent(model: CausalLM) -> LatentWeights | None:
 def into_latent(
     model: CausalLM, weights: LatentWeights, tensor: torch.Tensor, turns: torch.Tensor
 ) -> torch.Tensor:
-    """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `made` is the first
+    """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `tensor` is the first
     product's output."""
     latent, heads = _latent(model), model.heads
     sizes = [tensor.shape[1] - model.head_dim, latent.rank, latent.turned]

@@ -45,7 +45,7 @@ class VllmServerClient:
         return msgspec.convert(self.rpc("dora_open", *words), wire.ServerFacts)
 
     def experts(self, parts: Sequence[wire.KeptPart], finished: Sequence[str]) -> list[Routes]:
-        """Return experts and forget `gone` attempts. Raises InvariantBroken if some are lost."""
+        """Return experts; forget `finished` attempts. Raises InvariantBroken if some are lost."""
         words = [msgspec.json.encode(part).decode() for part in (parts, finished)]
         found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
         experts = [part for part in found if part is not None]

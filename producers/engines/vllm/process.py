@@ -160,7 +160,7 @@ class ServerProcess:
         return report
 
     def _refused(self, report: dict[str, str]) -> None:
-        kinds = {error.exit_code: error for error in (PolicyError, ConfigError)}
+        kinds = {kind.exit_code: kind for kind in (PolicyError, ConfigError)}
         kind = kinds.get(int(report["exit_code"]), ResourceError)
         raise kind(report["error"])
 

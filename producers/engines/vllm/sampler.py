@@ -95,8 +95,8 @@ class _Seeded(torch.Generator):
 
 def _at_their_temperature(runner: Any, logits: Any) -> Any:
     params = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
-    hot = [float((request.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for request in params]
-    if all(request == 1 for request in hot):
+    hot = [float((each.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for each in params]
+    if all(temperature == 1 for temperature in hot):
         return logits
     divisors = torch.tensor(hot, dtype=torch.float32, device=logits.device)
     return logits.to(torch.float32) / divisors[:, None]

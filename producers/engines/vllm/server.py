@@ -300,11 +300,10 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._gather()
         events: list[EngineEvent] = []
         running: list[str] = []
-        ready = [one for one in self._streams.values() if one.ready]
-        reasons = [self._advance(stream) for stream in ready]
-        ending = zip(ready, reasons, strict=True)
-        self._ask_routes([stream.row for stream, reason in ending if stream.row.emits(reason)])
-        for stream, reason in zip(ready, reasons, strict=True):
+        ready = [stream for stream in self._streams.values() if stream.ready]
+        advanced = [(stream, self._advance(stream)) for stream in ready]
+        self._ask_routes([stream.row for stream, reason in advanced if stream.row.emits(reason)])
+        for stream, reason in advanced:
             events += stream.row.events(reason, stream.trouble)
             if reason is not None:
                 stay = self._leave(stream.row)
@@ -536,7 +535,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 row.blocks.append(digest)
 
     def _tokens_left(self, row: VllmRequest) -> int:
-        remaining = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
+        remaining = row.request.params.max_tokens - row.sampled
         return min(remaining, self.context_tokens - row.length)
 
     def _warm_up(self, label: str) -> None:

@@ -156,7 +156,7 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
         counting = logged_records(tables, COUNTS)
     trajectories: Records = {
         each.trajectory: (logged_ns[each.trajectory], _content(each))
-        for each in trajectories_of(run, counting, damage)
+        for each in trajectories_of(run.bus, run.topics, counting.values(), damage)
     }
     return ComparedRun(
         config=leaves(logged_config(msgspec.json.decode(config))),

@@ -1,6 +1,6 @@
 """Fold the rounds with the orchestrator's code; compare states and plans.
 
-`folded_rounds` checks the chain. After a differing plan, the recorded decisions are folded from an
+`RoundReader` checks the chain. After a differing plan, the recorded decisions are folded from an
 earlier copy of the state.
 """
 

@@ -248,7 +248,7 @@ class Ledger:
 
     def _sleeps(self, worker: WorkerHistory, fact: WorkerReady, moment: Moment) -> None:
         if not worker.joined.colocated:
-            self._undecided(f"{fact.worker} sleeps", "told it to", moment)
+            self._undecided(f"{fact.worker} sleeps", "required it", moment)
         elif worker.target == NO_VERSION:
             worker.awake = False
 
@@ -299,7 +299,7 @@ class Ledger:
         taken = self.takes.get((fact.step, fact.attempt))
         take, taken_at = (None, None) if taken is None else (taken.take, taken.at)
         entry = StepEntry(fact=fact, at=moment, take=take, taken_at=taken_at)
-        self._dropped(fact, moment)
+        self._dropped(fact)
         self._check_adapter(fact)
         first = self.steps.get(fact.step)
         if first is None and not self._counts(fact, take, moment):
@@ -342,7 +342,7 @@ class Ledger:
             who = f"version {fact.step + 1}"
             self.findings.add("policies", who, "is no adapter on version 0", expected=first)
 
-    def _dropped(self, fact: StepCommitted, moment: Moment) -> None:
+    def _dropped(self, fact: StepCommitted) -> None:
         for version in sorted(self.dropped.intersection(fact.dropped)):
             message = f"drops version {version}, which an earlier commit dropped"
             self.findings.add("policies", f"step {fact.step}", message)

@@ -134,7 +134,7 @@ class Legality:
             self._findings.add("steps", missing, "is missing", expected=missing, actual=who)
         newest = max((role.incarnation for role in roles if role.role == "trainer"), default=-1)
         if fact.incarnation != newest:
-            message = "was committed by a trainer that was out"
+            message = "was committed by a fenced trainer"
             expected, actual = f"incarnation {newest}", fact.incarnation
             self._findings.add("steps", who, message, expected=expected, actual=actual)
         for taken in fact.groups:

@@ -66,7 +66,7 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
         parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
         metrics = json.loads(step["metrics"])
         parts += ["", _table(("metric", "value"), [(k, f"{v:.6g}") for k, v in metrics.items()])]
-    evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
+    evaluated = evaluations_of(catalogue, versions=(0, version))
     rows = [
         (
             evaluation.evaluation or "-",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from dora_pipe.bus.base import ends_of, records_of, records_until
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.places import PlaceReader, RecordPlace
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.database import LoggedRecord
@@ -24,13 +24,6 @@ Buried = tuple[str, int, int]
 
 GARBAGE_MIN: Final = 50_000
 """New objects before a collection."""
-
-
-class OpenLog(Protocol):
-    @property
-    def bus(self) -> Bus: ...
-    @property
-    def topics(self) -> Topics: ...
 
 
 @contextmanager
@@ -78,20 +71,17 @@ def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
     """Yield a partition's existing records at these offsets, in order."""
     end = bus.end(tp)
-    with closing(bus.reader({tp: 0})) as reader:
-        for offset in sorted(offsets):
-            if offset >= end:
-                return
-            reader.seek(tp, offset)
-            yield from records_until(reader, {tp: offset + 1}, records_max=1)
+    places = [RecordPlace(tp.partition, offset) for offset in offsets if offset < end]
+    with closing(PlaceReader(bus, tp.topic, gap=0)) as reader:
+        yield from reader.read(places)
 
 
 def trajectories_of(
-    log: OpenLog, expected: Mapping[tuple[int, int], LoggedRecord], damage: Damage
+    bus: Bus, topics: Topics, expected: Iterable[LoggedRecord], damage: Damage
 ) -> Iterator[Trajectory]:
     """Yield these trajectories, checked against control."""
-    with closing(PlaceReader(log.bus, log.topics.trajectories)) as reader:
-        for record, named in reader.named(expected.values(), damage):
+    with closing(PlaceReader(bus, topics.trajectories)) as reader:
+        for record, named in reader.named(expected, damage):
             yield logged_trajectory(record, named)
 
 

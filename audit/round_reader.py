@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.reading import Buried, Horizon, horizon_of
+from dora_pipe.audit.reading import Buried, Horizon
 from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
@@ -58,24 +58,6 @@ class Cursor:
     now_ns: int = 0
     incarnation: int = 0
     chain: str = GENESIS_CHAIN
-
-
-def folded_rounds(
-    bus: Bus,
-    topics: Topics,
-    findings: Findings,
-    *,
-    horizon: Horizon | None = None,
-    buried: Collection[Buried] = (),
-) -> Iterator[FoldedRound]:
-    """Yield rounds with their events, then unfolded events.
-
-    An unreadable record is a violation unless it is a dead letter.
-    """
-    ends = horizon or horizon_of(bus, topics)
-    path = RoundReader(bus, topics, findings, horizon=ends, buried=buried)
-    yield from path.rounds()
-    yield path.rest()
 
 
 class RoundReader:

@@ -9,14 +9,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import ResourceError, SchemaError, UsageError
 from dora_pipe.core.pure.records import TopicPartition
@@ -186,13 +186,11 @@ def _sampled(
     trajectories: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     damage = Damage()
-    with closing(PlaceReader(bus, topics.trajectories)) as reader:
-        for record, logged in reader.named(expected.values(), damage):
-            segments = logged_trajectory(record, logged).segments
-            own = [segment for segment in segments if segment.kind == "model"]
-            trajectories.update({segment.version for segment in own})
-            for segment in own:
-                tokens[segment.version] += segment.end - segment.start
+    for trajectory in trajectories_of(bus, topics, expected.values(), damage):
+        own = [segment for segment in trajectory.segments if segment.kind == "model"]
+        trajectories.update({segment.version for segment in own})
+        for segment in own:
+            tokens[segment.version] += segment.end - segment.start
     damage.raise_if_any(": there is no statement")
     return {version: (trajectories[version], tokens[version]) for version in sorted(tokens)}
 

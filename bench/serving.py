@@ -34,6 +34,8 @@ PROMPTS: Final = 256
 
 CONTEXT_TOKENS: Final = 256
 START_S: Final = 300.0
+COMMAND_S: Final = 3600.0
+ANSWERS_S: Final = 3600.0
 POLL_S: Final = 0.5
 SERVE: Final = "vllm.entrypoints.openai.api_server"
 """Module of `vllm serve`; the command itself fails in the build for CPUs."""
@@ -126,7 +128,9 @@ def _worker(folder: Path, name: str, rows: int, samples: int) -> Work:
 
 def _run(*words: str) -> None:
     program = str(Path(sys.executable).with_name("dora-pipe"))
-    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program, *words], capture_output=True, text=True, check=False, timeout=COMMAND_S
+    )
     if done.returncode:
         raise ResourceError(f"dora-pipe {words[0]} failed: {done.stderr.strip()[-500:]}")
 
@@ -159,29 +163,25 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], socket: Path) -> None:
     until_s = time.monotonic() + START_S
     with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(socket))) as client:
         while time.monotonic() < until_s and process.poll() is None:
-            try:
+            with suppress(httpx2.TransportError):
                 if client.get("http://vllm/health").is_success:
                     return
-            except httpx2.TransportError:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
     log = socket.with_name("vllm.log").read_text().strip()
     raise ResourceError(f"vllm serve did not start: {log[-500:]}")
 
 
 async def _complete(socket: Path, work: Work, rows: int) -> float:
     """Complete all prompts, `rows` at a time; return the seconds."""
-    room = asyncio.Semaphore(rows)
     transport = httpx2.AsyncHTTPTransport(
         uds=str(socket), limits=httpx2.Limits(max_connections=rows)
     )
-    async with httpx2.AsyncClient(transport=transport, timeout=None) as client:
+    async with httpx2.AsyncClient(transport=transport, timeout=ANSWERS_S) as client:
 
         async def complete(prompt: Sequence[int], length: int) -> None:
             body = {"model": "policy", "prompt": prompt, "max_tokens": length, "logprobs": 0}
-            async with room:
-                answer = await client.post(
-                    "http://vllm/v1/completions", json=body | {"ignore_eos": True}
-                )
+            body |= {"ignore_eos": True}
+            answer = await client.post("http://vllm/v1/completions", json=body)
             answer.raise_for_status()
 
         began_s = time.monotonic()

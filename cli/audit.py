@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from pathlib import Path
 from typing import Annotated, Final
@@ -11,6 +10,7 @@ import typer
 
 from dora_pipe.audit.auditor import Auditor, raise_if_broken
 from dora_pipe.audit.last_look import FILE_NAME, read_last_look, write_last_look
+from dora_pipe.audit.reading import gc_paused
 from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.sqlite import unreadable_records
 from dora_pipe.cli.audit_tables import print_report
@@ -24,9 +24,6 @@ from dora_pipe.launch.run_dir import OpenRun, opened
 FOLLOW_S: Final = 1.0
 
 LINE_S: Final = 10.0
-
-COLLECT_AFTER: Final = 50_000
-"""Threshold of Python's cycle collector: ledgers have many objects and few cycles."""
 
 _SQLITE: Final = "sqlite:"
 
@@ -67,8 +64,7 @@ def audit(
     """Verify the guarantees C1, C2 and C3 from the log of a run; exit code 5 if one is violated."""
     if follow and as_json:
         raise UsageError("--follow prints lines and does not support --json")
-    gc.set_threshold(COLLECT_AFTER, 20, 20)
-    with opened(run, root) as open_run:
+    with opened(run, root) as open_run, gc_paused():
         session = AuditSession(open_run, store=store, quick=quick)
         report = session.follow() if follow else session.once()
     emit_json(plain(report)) if as_json else print_report(report)

@@ -92,19 +92,17 @@ def read(
     key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
     partition: Annotated[int, typer.Option(help="Partition; -1: all.")] = -1,
     offset: Annotated[int, typer.Option("--from", help="First offset.")] = 0,
-    limit: Annotated[int, typer.Option(help="Maximum records; 0: no limit.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum records; 0: no limit.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Print the records of a topic, one per line; `--json` prints all fields."""
+    """Print the records of a topic, one per line; `--json` prints all fields, arrays as lengths."""
     with opened(run, root) as open_run:
         records = _records(open_run, topic, offset, partition, follow=follow)
-        matching = (
-            (record, content)
-            for record, content in records
-            if key in ("", _text(record.key)) and kind in ("", content.get("kind"))
-        )
+        keyed = (record for record in records if key in ("", _text(record.key)))
+        contents = ((record, readable(topic, record)) for record in keyed)
+        matching = (pair for pair in contents if kind in ("", pair[1].get("kind")))
         for record, content in islice(matching, limit or None):
             if as_json:
                 position = {"partition": record.partition, "offset": record.offset}
@@ -170,7 +168,7 @@ def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
 
 def _records(
     run: OpenRun, topic: str, offset: int, partition: int, *, follow: bool
-) -> Iterator[tuple[Record, dict[str, Any]]]:
+) -> Iterator[Record]:
     name = f"{run.config.run.name}.{topic}"
     if name not in run.topics.all():
         known_topics = ", ".join(name.partition(".")[2] for name in run.topics.all())
@@ -179,8 +177,7 @@ def _records(
     ends = {tp: run.bus.end(tp) for tp in (TopicPartition(name, number) for number in numbers)}
     with closing(run.bus.reader(dict.fromkeys(ends, offset))) as reader:
         while follow or any(reader.position(tp) < end for tp, end in ends.items()):
-            for record in reader.poll(timeout_s=POLL_S):
-                yield record, readable(topic, record)
+            yield from reader.poll(timeout_s=POLL_S)
 
 
 def _text(key: bytes) -> str:

@@ -89,7 +89,7 @@ def _rescore(
             logged = logged_records(tables, COUNTS)
         results = rescored_of(
             task.ports,
-            trajectories_of(run, logged, damage),
+            trajectories_of(run.bus, run.topics, logged.values(), damage),
             clock=SystemClock(),
             stopped=task.stopped,
             together=together,

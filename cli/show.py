@@ -213,8 +213,7 @@ def overview(run: OpenRun) -> Overview:
     with closing(run.tables()) as tables:
         waits = summarise(run.bus, run.topics, tables)
         best = best_version(tables, run.config)
-        config = {} if stats.started is None else stats.started.config
-        evaluations = evaluations_of(tables, config)
+        evaluations = evaluations_of(tables)
         agents = tables.one(
             "select count(*), avg(calls), avg(contexts) from trajectories where calls > 0"
         )

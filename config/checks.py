@@ -466,9 +466,7 @@ def _colocated_problems(config: Config) -> Iterator[str]:
 _DEEPSPEED: Final = {"ranks": 1, "offload": "none", "expert_parallel_size": 1}
 """Keys of [trainer] that other kinds accept only with their defaults."""
 
-_CHECKS: Final[
-    tuple[Callable[[Config], Iterator[str | Problem] | Iterator[str] | Iterator[Problem]], ...]
-] = (
+_CHECKS: Final[tuple[Callable[[Config], Iterator[str | Problem]], ...]] = (
     _check_several,
     _check_pace,
     group_problems,

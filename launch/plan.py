@@ -18,7 +18,7 @@ import msgspec
 
 from dora_pipe import __version__
 from dora_pipe.audit.effective_config import check_change
-from dora_pipe.bus.base import records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.config.batches import gradient_notes
 from dora_pipe.config.changes import LOGGED
@@ -48,7 +48,7 @@ from dora_pipe.launch.run_dir import (
     run_dir,
     store_config,
 )
-from dora_pipe.observe.lineage import newest_version, run_started_in
+from dora_pipe.observe.lineage import newest_version
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.process.snapshot_files import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
@@ -180,8 +180,7 @@ def sampled_nothing(directory: RunDir, config: Config) -> bool:
         if directory.config().bus.url:
             return False
         with closing(directory.open_bus(config)) as bus:
-            parts = range(bus.partitions(topic)) if topic in bus.topics() else ()
-            return not any(bus.end(TopicPartition(topic, part)) for part in parts)
+            return topic not in bus.topics() or not any(ends_of(bus, topic).values())
     except (BusError, ConfigError):
         return False
 
@@ -307,11 +306,18 @@ def check_topics(bus: Bus, config: Config) -> None:
 
 
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
-    """Return the run's first record, if any. Raises InvariantBroken for a changed one."""
-    first = run_started_in(bus, topics) if topics.control in bus.topics() else None
-    if first is not None:
-        first.check_config()
-    return first
+    """Return the run's first record, if any. Raises SchemaError, InvariantBroken for a changed
+    one."""
+    control = TopicPartition(topics.control, 0)
+    if topics.control not in bus.topics():
+        return None
+    with closing(records_of(bus, {control: bus.end(control)})) as records:
+        first = next(records, None)
+    fact = None if first is None else decode_control(first.value)
+    if not isinstance(fact, RunStarted):
+        return None
+    fact.check_config()
+    return fact
 
 
 def run_started(

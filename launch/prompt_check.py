@@ -153,10 +153,8 @@ def look(
         if not rows:
             continue
         prompts = PromptsSeen(source=source, rows=rows)
-        order, is_over = (
-            islice(ordered(rows), rows_max),
-            partial(_is_past, time.monotonic() + seconds),
-        )
+        order = islice(ordered(rows), rows_max)
+        is_over = partial(_is_past, time.monotonic() + seconds)
         for row, event in answers(pool, source, order, is_over):
             read(prompts, row, event, tokenizer, chats.get(source))
         yield prompts

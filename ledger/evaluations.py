@@ -199,9 +199,7 @@ def interval_of(values: Sequence[float]) -> Interval:
     return Interval(value=math.fsum(values) / len(values), low=low, high=high)
 
 
-def evaluations_of(
-    tables: Catalogue, config: Mapping[str, Any], versions: Collection[int] | None = None
-) -> list[Evaluated]:
+def evaluations_of(tables: Catalogue, versions: Collection[int] | None = None) -> list[Evaluated]:
     """Return evaluations by version and name, unfinished ones included. Raises ResourceError."""
     return [
         Evaluated(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora_pipe.bus.base import records_of
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import TopicPartition
@@ -141,12 +141,8 @@ def read_statuses(
 
     `tail`: at least that many per partition, until one is old enough.
     """
-    partitions = [
-        TopicPartition(topics.metrics, number) for number in range(bus.partitions(topics.metrics))
-    ]
-    ends, begins = (
-        {partition: end(partition) for partition in partitions} for end in (bus.end, bus.begin)
-    )
+    ends = ends_of(bus, topics.metrics)
+    begins = {partition: bus.begin(partition) for partition in ends}
     while True:
         starts = dict(begins)
         if tail is not None:
@@ -155,7 +151,7 @@ def read_statuses(
             }
         statuses = (
             status
-            for partition in partitions
+            for partition in ends
             for status in _read(bus, partition, starts[partition], ends[partition])
         )
         selected = [status for status in statuses if until_ns is None or status.at_ns <= until_ns]

@@ -516,8 +516,12 @@ class RunStats:
 def evaluation_words(ended: EvaluationEnded) -> str:
     """Return one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
     name = f" {ended.evaluation}" if ended.evaluation else ""
-    passed = [(name, value) for name, value in ended.metrics.items() if name != "pass@1"]
-    more = [f", {name} {value:.3f}" for name, value in passed if name.startswith(("pass@", "maj@"))]
+    passed = [(metric, value) for metric, value in ended.metrics.items() if metric != "pass@1"]
+    more = [
+        f", {metric} {value:.3f}"
+        for metric, value in passed
+        if metric.startswith(("pass@", "maj@"))
+    ]
     reward = "-" if ended.reward is None else f"{ended.reward:.3f}"
     return f"evaluation{name} of version {ended.version}: reward {reward}{''.join(more)}"
 

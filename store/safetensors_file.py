@@ -262,7 +262,7 @@ def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
 
 
 def refuse_non_finite_file(path: Path) -> None:
-    """Check a file's tensors. Raises NonFinite, PolicyError."""
+    """Check a file's tensors. Raises PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
         for entry in entries:

@@ -53,7 +53,7 @@ class Brokers:
 
     @property
     def bootstrap(self) -> str:
-        """`host:port` of every listener without security, joined by commas; known after a start."""
+        """`host:port` of every listener without security, joined by commas."""
         return ",".join(node.address("PLAINTEXT") for node in self.nodes)
 
     def start(self) -> None:

@@ -48,7 +48,7 @@ class Content:
     segments: tuple[Segment, ...]
     times: Times
     prompt_tokens: int
-    moves: int
+    migrations: int
     reward_error: str
     error: str
     starts: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ def content_of(trajectory: Described) -> Content:
         segments=tuple(trajectory.segments),
         times=meta.times,
         prompt_tokens=meta.prompt_tokens,
-        moves=meta.migrations,
+        migrations=meta.migrations,
         reward_error=meta.reward_error or "",
         error=meta.error or "",
         starts=tuple(context.start for context in meta.contexts),
@@ -119,7 +119,7 @@ class _Sample:
             names.TRAJECTORY: request.trajectory,
             names.CONVERSATION: request.trajectory,
             names.ATTEMPTS: len(request.attempts),
-            names.MIGRATIONS: None if content is None else content.moves,
+            names.MIGRATIONS: None if content is None else content.migrations,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,
             names.OUTCOME: self._unawaited_outcome,

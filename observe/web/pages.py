@@ -275,7 +275,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "prefills": list(meta.prefills),
         "prompt_tokens": meta.prompt_tokens,
         "times": _times(trajectory),
-        "segments": _segments(source, trajectory),
+        "segments": _segments(trajectory),
         "tree": tree_of(trajectory, source.shown),
         "tokens": _tokens(source, trajectory, start),
     }
@@ -298,7 +298,7 @@ def _times(trajectory: Trajectory) -> list[list[Any]]:
     ]
 
 
-def _segments(source: RunSource, trajectory: Trajectory) -> dict[str, Any]:
+def _segments(trajectory: Trajectory) -> dict[str, Any]:
     rows = [
         [
             *(segment.kind, segment.turn, segment.start, segment.end, segment.worker or None),

@@ -56,7 +56,7 @@ def texts(view: RunView, source: RunSource, asked: Query) -> dict[str, list[str]
     condition = f"{COUNTS} and trajectory_id in (select unnest(?::varchar[]))"
     rows = logged_records(view.catalogue, condition, [names])
     texts_by_name: dict[str, list[str]] = {}
-    with closing(PlaceReader(source.bus, source.topics.trajectories)) as reader:
+    with closing(PlaceReader(source.bus, source.topics.trajectories, gap=0)) as reader:
         for record, named in reader.named(rows.values(), Damage()):
             with suppress(SchemaError):  # a dead letter
                 texts_by_name[named.trajectory] = excerpts(decode_trajectory(record.value), decode)

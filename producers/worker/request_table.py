@@ -11,7 +11,7 @@ from functools import partial
 from heapq import nsmallest
 from typing import Final, TypeVar
 
-from dora_pipe.core.errors import reason
+from dora_pipe.core.errors import DoraError, reason
 from dora_pipe.core.pure.machine import Now, Outputs, Publish
 from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
@@ -51,6 +51,17 @@ OFF_ENGINE: Final = frozenset({Phase.PROMPTING, Phase.ENVIRONMENT, Phase.REWARDI
 REPORTED_MAX: Final = 1000
 
 PROGRESS_TAG: Final = "p:"
+
+UNENCODABLE: Final = (
+    DoraError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors with which encoding refuses a record: its request fails, not the worker."""
 
 LOG = logging.getLogger(__name__)
 
@@ -280,11 +291,11 @@ class RequestTable:
         self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
 
     def encoded(self, owner: RequestState, encode: Callable[[], T]) -> T | None:
-        """Return a record's encoding; on any error fail `owner` alone and return None."""
+        """Return a record's encoding; if it is refused, fail `owner` alone and return None."""
         try:
             with self.codec:
                 return encode()
-        except Exception as error:  # a bad record must not end the other requests
+        except UNENCODABLE as error:
             LOG.warning("encoding a record of %s failed", owner.key, exc_info=error)
             self.give_up(owner, self.now, "SchemaError", reason(error), retryable=False)
             return None

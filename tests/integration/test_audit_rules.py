@@ -365,7 +365,7 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "before": (_commit(digest_before=NOBODY), "steps", "does not start from the weights"),
     "after": (_commit(digest_after=NOBODY), "steps", "manifest is not of the weights"),
     "batch digest": (_commit(batch_digest=NOBODY), "batches", "is not that of the records"),
-    "old trainer": (_committed_by_a_trainer_that_was_out, "steps", "by a trainer that was out"),
+    "old trainer": (_committed_by_a_trainer_that_was_out, "steps", "by a fenced trainer"),
     "old orchestrator": (
         _round_of_an_orchestrator_that_was_out,
         "decisions",

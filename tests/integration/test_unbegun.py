@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.config.retention import keep_every_of
-from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.core.pure.records import Append
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
 from dora_pipe.launch.run import load_again, load_wanted
@@ -68,6 +68,14 @@ def test_a_run_from_a_version_of_another_one_begins_there_and_not_with_the_model
     before, after = made(*CHILD, parent="tiny@0").first, resumed("child").first
     assert before.policy == mother.policy and before.lineage is not None
     assert begins_with(after) == begins_with(before)
+
+
+def test_a_run_whose_first_record_cannot_be_read_is_refused_and_does_not_begin_anew() -> None:
+    plan = made()
+    with closing(plan.directory.open_bus(plan.config)) as bus, closing(bus.writer()) as writer:
+        writer.append([Append(topic=Topics(plan.config.run.name).control, value=b"\xff damaged")])
+    with pytest.raises(SchemaError):
+        resumed("tiny")
 
 
 def test_a_stage_that_does_nothing_is_said_when_a_run_is_made_and_no_more(

@@ -13,10 +13,9 @@ from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.round_reader import folded_rounds
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.schemas.control import Command, StepCommitted, decode_control
-from tests.support.ledgers import build_ledger
+from tests.support.ledgers import build_ledger, folded_rounds
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_world import Chances, World
 

@@ -13,7 +13,7 @@ import pytest
 
 from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import (
@@ -31,6 +31,7 @@ from dora_pipe.schemas.rounds import (
     TakeBatch,
 )
 from tests.support import orchestrator_records as records
+from tests.support.ledgers import folded_rounds
 from tests.support.orchestrator_world import Chances, World
 
 SEED = 3

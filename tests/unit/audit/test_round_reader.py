@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.reading import GARBAGE_MIN, gc_paused, read_buried, record_at, records_at
-from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -20,6 +20,7 @@ from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, fold_bytes
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from tests.support.ledgers import folded_rounds
 
 TOPICS = Topics("w")
 

@@ -263,7 +263,7 @@ def test_evaluations_are_a_view_by_version(stage: CatalogueStage) -> None:
         stage.end(spec, "evaluated")
     records = stage.catalogue.records("select version, groups, valid, reward from evaluations")
     assert records == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
-    (evaluated,) = evaluations_of(stage.catalogue, {})
+    (evaluated,) = evaluations_of(stage.catalogue)
     assert (evaluated.version, evaluated.evaluation, evaluated.prompts, evaluated.trajectories) == (
         0,
         "",

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from dora_pipe.schemas import control, metrics, policy, rounds
+from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.contexts import Call, Context, lengths
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
@@ -79,8 +79,6 @@ def _words(literal: Any) -> tuple[str, ...]:
 CONTROL = st.one_of([struct(kind) for kind in typing.get_args(control.AnyControl)])
 METRICS = st.one_of([struct(kind) for kind in typing.get_args(metrics.AnyMetrics)])
 ROUNDS = struct(rounds.Round)
-MANIFESTS = struct(policy.Manifest)
-TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda value: value.group)
 
 
 @st.composite

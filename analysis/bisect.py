@@ -177,7 +177,7 @@ class _Trials:
     over: bool = False
     tried: dict[frozenset[str], Measured] = field(default_factory=dict)
 
-    def without(self, suspects: Sequence[Suspect]) -> Measured | None:
+    def trial_without(self, suspects: Sequence[Suspect]) -> Measured | None:
         """Run a trial; None beyond the step limit."""
         names = frozenset(suspect.name for suspect in suspects)
         if names not in self.tried:
@@ -198,7 +198,7 @@ def explain(
     """Find the cause of a bad value after step `last`, repeating at most `steps` steps."""
     trials = _Trials(comparison, last, steps)
     if suspects and not (_is_outlier(suspects) and _is_mended(trials, suspects[:1])):
-        trial = trials.without(suspects)
+        trial = trials.trial_without(suspects)
         if trial is not None and trial.verdict != "bad":
             _halve(trials, suspects)
     mended = [names for names, trial in trials.tried.items() if trial.verdict == "good"]
@@ -214,16 +214,16 @@ def explain(
 
 
 def _is_mended(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
-    trial = trials.without(suspects)
+    trial = trials.trial_without(suspects)
     return trial is not None and trial.verdict == "good"
 
 
 def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
     while len(suspects) > 1 and not trials.over:
         part, other = halves(suspects)
-        trial = trials.without(part)
+        trial = trials.trial_without(part)
         suspects = part if trial is not None and trial.better else other
-    trials.without(suspects)
+    trials.trial_without(suspects)
 
 
 def _is_outlier(suspects: Sequence[Suspect]) -> bool:

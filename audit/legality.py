@@ -306,7 +306,10 @@ class Legality:
         if group.spec != decision.spec:
             self._wrong(who, f"is to be scored in {where} with another spec than its dispatch")
         if scoring.open or scoring.answer or scoring.failed:
-            self._wrong(who, f"is to be scored in {where} again, without need")
+            self._wrong(
+                who,
+                f"is to be scored in {where} again, though its scoring is open, answered or failed",
+            )
         attempt = len(scoring.asked) + 1
         message = f"is to be scored in {where} under a wrong attempt"
         self._findings.same("decisions", who, message, expected=attempt, actual=decision.attempt)

@@ -54,7 +54,7 @@ class Pauses:
             self._commands.append((fact.at_ns, fact.verb))
 
     def excused(self, status: S) -> S:
-        """Return the status; waits are overdue only if they are without the last pause."""
+        """Return the status; a wait that the last pause caused is not overdue."""
         count = bisect_right(self._commands, status.at_ns, key=lambda command: command[0])
         if not count or not any(wait.overdue for wait in status.waits):
             return status

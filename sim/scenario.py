@@ -89,8 +89,8 @@ def draw(seed: int, *, steps: int = 1) -> Scenario:
     """Return a seed's scenario. Example: ``draw(17).config.rollout``"""
     scenario = _agents(_drawn(seed))
     if _chance(seed, "long") is None:
-        scenario = _short(scenario)
-    scenario = _talkative(_deltas(_updates(_refused(scenario))))
+        scenario = _with_few_steps(scenario)
+    scenario = _with_long_episodes(_with_deltas(_with_updates(_with_refusals(scenario))))
     scenario = replace(scenario, workers=_colocated(seed, _resident(seed, scenario.workers)))
     steps = max(steps, scenario.config.run.steps)
     return replace(scenario, config=_changed(scenario.config, run={"steps": steps}))
@@ -147,7 +147,7 @@ def _is_slow(seed: int) -> bool:
     return Random(f"dora-pipe sim {seed}").choice(SLOW) > 1
 
 
-def _short(scenario: Scenario) -> Scenario:
+def _with_few_steps(scenario: Scenario) -> Scenario:
     chance = Random(f"dora-pipe sim short {scenario.seed}")
     config, is_slow = scenario.config, _is_slow(scenario.seed)
     per_step = min(config.rollout.prompts_per_step, SHORT_GROUPS)
@@ -171,7 +171,7 @@ def _short(scenario: Scenario) -> Scenario:
     )
 
 
-def _updates(scenario: Scenario) -> Scenario:
+def _with_updates(scenario: Scenario) -> Scenario:
     config, parts = scenario.config, scenario.config.trainer.batch_parts
     if parts < 2:
         return scenario
@@ -182,14 +182,14 @@ def _updates(scenario: Scenario) -> Scenario:
     return replace(scenario, config=config, delays=delays)
 
 
-def _refused(scenario: Scenario) -> Scenario:
+def _with_refusals(scenario: Scenario) -> Scenario:
     chance = Random(f"dora-pipe sim refused {scenario.seed}")
     if scenario.config.trainer.batch_parts == 1 or chance.random() < 0.5:
         return scenario
     return replace(scenario, faults={"command-fail-batch": 1.0, **scenario.faults})
 
 
-def _deltas(scenario: Scenario) -> Scenario:
+def _with_deltas(scenario: Scenario) -> Scenario:
     chance = _chance(scenario.seed, "deltas")
     if chance is None:
         return scenario
@@ -201,7 +201,7 @@ def _deltas(scenario: Scenario) -> Scenario:
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
 
 
-def _talkative(scenario: Scenario) -> Scenario:
+def _with_long_episodes(scenario: Scenario) -> Scenario:
     chance = _chance(scenario.seed, "talkative")
     if not scenario.replayable or chance is None:
         return scenario

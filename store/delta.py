@@ -428,7 +428,10 @@ def _sources(
             layers[name] = _over(layers.get(name), delta, tensor)
     return [
         TensorSource(
-            name=name, dtype=layer.dtype, shape=layer.shape, data=partial(_data, name, layer, data)
+            name=name,
+            dtype=layer.dtype,
+            shape=layer.shape,
+            data=partial(_tensor_bytes, name, layer, data),
         )
         for name, layer in layers.items()
     ]
@@ -442,8 +445,8 @@ def _over(below: _Layers | None, delta: Delta, tensor: Changed) -> _Layers:
     return _Layers(tensor.dtype, tensor.shape, None, (delta,))
 
 
-def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
-    """Return a copy, so that the file can be unmapped."""
+def _tensor_bytes(name: str, layers: _Layers, data: memoryview) -> memoryview:
+    """Apply the deltas of a tensor; a copy, since the base's file may be unmapped."""
     base, item = layers.base, DTYPE_BYTES[layers.dtype]
     size = math.prod(layers.shape)
     bits = (

@@ -153,7 +153,7 @@ class PolicyStore:
 
         Raises PolicyError for missing or wrong weights, ResourceError if the store is unreachable.
         """
-        if (here := self._here(digest)) is not None:
+        if (here := self._verified_copy(digest)) is not None:
             return here
         if self._remote:
             return self._from_elsewhere(digest)
@@ -220,7 +220,8 @@ class PolicyStore:
         LOG.info("version %s... was made of %s and %d deltas", digest[:12], base, len(paths))
         return manifest
 
-    def _here(self, digest: str) -> Path | None:
+    def _verified_copy(self, digest: str) -> Path | None:
+        """Return the file of a version on this machine; forget a damaged one."""
         path, copy = self.weights_path(digest), self._made_path(digest)
         if copy.is_file():
             if is_noted_as(copy, digest, self._clock):
@@ -266,12 +267,12 @@ class PolicyStore:
         """
         there = self.delta(digest)
         with opened_delta(there) as delta:
-            alone = self._remote and self._here(delta.before) is None
+            alone = self._remote and self._verified_copy(delta.before) is None
             if alone and (held := self._whole_or_none(digest)) is not None:
                 return held
         final = self._made_path(digest)
         with one_at_a_time(there, self._clock):
-            if (here := self._here(digest)) is not None:
+            if (here := self._verified_copy(digest)) is not None:
                 return here  # another process made it
             with self._temporary(final.parent) as path:
                 self._make_here(digest, path)
@@ -285,7 +286,7 @@ class PolicyStore:
         bases: list[Path] = []
 
         def here(name: str) -> Path | None:
-            base = self._here(name)
+            base = self._verified_copy(name)
             bases[:] = [base] if base is not None else []
             return base
 
@@ -295,7 +296,7 @@ class PolicyStore:
             if not (bases and self._is_copy(bases[0])) or is_weights(bases[0], bases[0].stem):
                 raise
             self._forget(bases[0])
-            self.make(digest, path, self._here)
+            self.make(digest, path, self._verified_copy)
 
     def _whole_or_none(self, digest: str) -> Path | None:
         if not self.has_whole(digest):

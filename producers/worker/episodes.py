@@ -55,10 +55,10 @@ class Episodes:
         requests = self._requests
         sequence = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(sequence, str):
-            requests.resume_without(request)
+            requests.discard_progress(request)
             return
         prompt, request.sequence = request.sequence.token_ids, sequence
-        request.continues(event.chunks)
+        request.continue_from(event.chunks)
         request.turn.finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
 

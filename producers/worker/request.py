@@ -247,7 +247,7 @@ class RequestState:
     def recorded(self) -> bool:
         return self.call is None and (self.replayable or not self.episode)
 
-    def continues(self, chunks: Sequence[AnyProgress]) -> None:
+    def continue_from(self, chunks: Sequence[AnyProgress]) -> None:
         assert self.chain.resume is not None
         self.weights |= {chunk.version: chunk.digest for chunk in chunks}
         self.first_token_ns = chunks[0].started_ns

@@ -142,10 +142,10 @@ class Requests(RequestTable):
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
         if self.progress_error(request, event) or not chunks:  # progress of an episode
-            self.resume_without(request)
+            self.discard_progress(request)
             return
         request.sequence.resume(chunks)
-        request.continues(chunks)
+        request.continue_from(chunks)
         finish = request.finish_of(self.setup.context_tokens)
         if finish is None:
             self.fetch_kv(request)
@@ -165,7 +165,7 @@ class Requests(RequestTable):
         )
         return why or prompt_error(event.chunks, len(request.sequence))
 
-    def resume_without(self, request: RequestState) -> None:
+    def discard_progress(self, request: RequestState) -> None:
         self.counts["progress unusable"] += 1
         request.chain.resume = None
         self._wait(request)

@@ -192,7 +192,7 @@ class Engine:
         self._flats = {str(id(shard.flat)): shard.flat for shard in self._shards.values()}
         self._narrow = options.published == "bfloat16"
         self._masters = Masters(self._flats if self._narrow else {})
-        self.forget()
+        self.reset_moments()
 
     @property
     def base_names(self) -> tuple[str, ...]:
@@ -419,7 +419,7 @@ class Engine:
         states = list(self._adamw.state.values())
         yield from tensors_in([states, self._flats, self._masters.remainders])
 
-    def forget(self, updates: int = 0) -> None:
+    def reset_moments(self, updates: int = 0) -> None:
         """Reset moments, with a given update count."""
         for remainder in self._masters.remainders.values():
             remainder.zero_()

@@ -186,7 +186,7 @@ class Rank:
         with torch.no_grad():
             for name in engine.names:
                 engine.write(name, self._shared(name, name, engine.dtype(name), given))
-            engine.forget(command.updates)
+            engine.reset_moments(command.updates)
             if command.moments:
                 for moment, name in engine.moments:
                     kind = engine.dtype(name, moment)

@@ -57,6 +57,7 @@ UNENCODABLE: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RuntimeError,
     TypeError,
     ValueError,

@@ -434,7 +434,7 @@ class PlainParts:
     ) -> WorkerPorts:
         """Return a worker's ports around these."""
         clock, delays = site.clock, self.delays
-        records = RecordPort(site.open_bus(), site.topics, site.meter, clock=clock)
+        records = RecordPort(site.open_bus(), site.topics, site.meter, clock=clock, in_thread=False)
         handover = HandoverPort(self.handover, in_thread=False)
         return WorkerPorts(
             tasks=tasks,

@@ -47,13 +47,17 @@ class ThreadPort:
         self._metered = {"bus": 0.0, "codec": 0.0}
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
-        handlers: dict[type, Handler] = {
-            **dict.fromkeys(get_args(TrainerEffect), Handler(do=self._do, failed=ends_role)),
-            **dict.fromkeys((DropFiles, WriteHistory), Handler(do=self._do, failed=unanswered)),
-        }
-        publishing = {PublishPolicy: handlers.pop(PublishPolicy)}
-        self._publisher = EffectRunner("trainer-publishing", publishing, asked_max=1)
-        self._runner = EffectRunner(
+        lossy = (DropFiles, WriteHistory)
+        handlers = [
+            Handler[TrainerEffect, TrainerEvent](
+                effect, self._do, unanswered if effect in lossy else ends_role
+            )
+            for effect in get_args(TrainerEffect)
+        ]
+        self._publisher = EffectRunner[TrainerEffect, TrainerEvent](
+            "trainer-publishing", handlers, asked_max=1
+        )
+        self._runner = EffectRunner[TrainerEffect, TrainerEvent](
             "trainer-work",
             handlers,
             asked_max=EFFECTS_MAX,

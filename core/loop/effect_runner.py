@@ -10,14 +10,15 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Generic, Never, NoReturn, TypeVar
 
 from dora_pipe.bus.bus import Writer
 from dora_pipe.core.errors import BusError, DoraError, ResourceError, reason
+from dora_pipe.core.pure.machine import Effect, Event
 from dora_pipe.core.pure.records import Append
 
 LOG = logging.getLogger(__name__)
@@ -32,33 +33,38 @@ CLOSE_S: Final = 10.0
 PLACES_MAX: Final = 12
 """Maximum source lines per failure."""
 
+EventOut = TypeVar("EventOut", covariant=True)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handler:
+
+@dataclass(frozen=True)
+class Handler(Generic[Effect, EventOut]):
     """Handler of one effect type."""
 
-    do: Callable[[Any], Iterable[Any]]
+    effect: type[Effect]
+    do: Callable[[Effect], Iterable[EventOut | None]]
     """Yields events of an effect, None to wait."""
-    failed: Callable[[Any, Exception], Iterable[Any]]
+    failed: Callable[[Effect, Exception], Iterable[EventOut]]
     """Returns replacement events, or raises."""
 
+    def run(self, effect: Effect) -> Iterator[EventOut | None]:
+        """Yield the events of an effect or of its failure."""
+        do, failed = partial(self.do, effect), partial(self.failed, effect)
+        return attempt(type(effect).__name__, do, failed)
 
-Handlers = Mapping[type[Any], Handler]
 
-
-def unanswered(effect: Any, error: Exception) -> Iterable[Any]:
+def unanswered(effect: object, error: Exception) -> Iterable[Never]:
     """Return no events."""
     return ()
 
 
-def ends_role(effect: Any, error: Exception) -> NoReturn:
+def ends_role(effect: object, error: Exception) -> NoReturn:
     """Raise the error, which ends the role."""
     raise error
 
 
 def attempt(
-    what: str, do: Callable[[], Iterable[Any]], failed: Callable[[Exception], Iterable[Any]]
-) -> Iterator[Any]:
+    what: str, do: Callable[[], Iterable[Event]], failed: Callable[[Exception], Iterable[Event]]
+) -> Iterator[Event]:
     """Yield the events of `do`; on any exception, including SystemExit, log it as `what` and yield
     those of `failed`."""
     try:
@@ -69,20 +75,12 @@ def attempt(
         yield from failed(_logged(what, error))
 
 
-def run_effect(handlers: Handlers, effect: Any) -> Iterator[Any]:
-    """Yield the events of an effect or its failure; None to wait."""
-    handler = handlers[type(effect)]
-    return attempt(
-        type(effect).__name__, partial(handler.do, effect), partial(handler.failed, effect)
-    )
-
-
-class EffectRunner:
+class EffectRunner(Generic[Effect, Event]):
     """Runner of a port's effects in order, in one thread or inline (virtual time).
 
     Example::
 
-        runner = EffectRunner("handover", {PutKv: Handler(do=put, failed=not_put)})
+        runner = EffectRunner("handover", [Handler(PutKv, put, not_put)])
         runner.start(effect)
         events = runner.poll()
     """
@@ -90,19 +88,19 @@ class EffectRunner:
     def __init__(
         self,
         name: str,
-        handlers: Handlers,
+        handlers: Iterable[Handler[Any, Event]],
         *,
         in_thread: bool = True,
         asked_max: int = ASKED_MAX,
         events_max: int = EVENTS_MAX,
         around: AbstractContextManager[Any] | None = None,
-        idle: Callable[[], Iterable[Any]] | None = None,
+        idle: Callable[[], Iterable[Event]] | None = None,
         idle_s: float | None = None,
     ) -> None:
         """Create a runner; a thread enters `around` at once and calls `idle` every `idle_s` without
         effects."""
         self._name = name
-        self._handlers = handlers
+        self._handlers = {handler.effect: handler for handler in handlers}
         self._in_thread = in_thread
         self._asked_max = asked_max
         self._events_max = events_max
@@ -110,8 +108,8 @@ class EffectRunner:
         self._idle = idle
         self._idle_s = idle_s
         self._turn = threading.Condition()
-        self._asked: deque[Any] = deque()
-        self._events: deque[Any] = deque()
+        self._asked: deque[Effect] = deque()
+        self._events: deque[Event] = deque()
         self._open = 0
         self._closing = False
         self._leave_asked = False
@@ -128,11 +126,11 @@ class EffectRunner:
     def busy(self) -> bool:
         return bool(self._events)
 
-    def start(self, effect: Any) -> None:
+    def start(self, effect: Effect) -> None:
         """Run or queue an effect; fail it if the queue is full."""
+        handler = self._handlers[type(effect)]
         if not self._in_thread:
-            done = run_effect(self._handlers, effect)
-            self._events.extend(event for event in done if event is not None)
+            self._events.extend(event for event in handler.run(effect) if event is not None)
             return
         with self._turn:
             full = len(self._asked) >= self._asked_max
@@ -141,13 +139,12 @@ class EffectRunner:
                 self._open += 1
                 self._turn.notify_all()
         if full:
-            what, failed = type(effect).__name__, self._handlers[type(effect)].failed
             error = ResourceError(f"{self._asked_max} effects are already waiting")
-            self._events.extend(failed(effect, _logged(what, error)))
+            self._events.extend(handler.failed(effect, _logged(type(effect).__name__, error)))
         elif self._thread is None:
             self._begin()
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[Event]:
         """Return new events. Raises the thread's error after its last event."""
         error = self._error  # read before the events: it is set after them
         if not self._events:  # fast path without the lock
@@ -194,7 +191,7 @@ class EffectRunner:
         except BaseException as error:  # only `poll` can raise it
             self._error = error
 
-    def _next(self) -> Iterable[Any] | None:
+    def _next(self) -> Iterable[Event | None] | None:
         with self._turn:
             if not self._asked and not self._closing:
                 self._turn.wait(self._idle_s)
@@ -204,15 +201,15 @@ class EffectRunner:
                 return self._doing(self._asked.popleft())
         return self._idle() if self._idle is not None else ()
 
-    def _doing(self, effect: Any) -> Iterator[Any]:
+    def _doing(self, effect: Effect) -> Iterator[Event | None]:
         try:
-            yield from run_effect(self._handlers, effect)
+            yield from self._handlers[type(effect)].run(effect)
         finally:
             with self._turn:
                 self._open -= 1
                 self._turn.notify_all()
 
-    def _put(self, events: Iterable[Any]) -> None:
+    def _put(self, events: Iterable[Event | None]) -> None:
         for event in events:
             with self._turn:
                 while len(self._events) >= self._events_max and not self._closing:
@@ -248,8 +245,8 @@ class BackgroundWriter:
 
     def __init__(self, inner: Writer) -> None:
         self._inner = inner
-        handler = Handler(do=self._append, failed=lambda effect, error: [error])
-        self._runner = EffectRunner("status", {_AppendLossy: handler}, asked_max=1)
+        handler = Handler(_AppendLossy, self._append, lambda effect, error: [error])
+        self._runner = EffectRunner[_AppendLossy, Exception]("status", [handler], asked_max=1)
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Return at once without offsets. Raises the error of the last append."""

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Never, Protocol, TypeVar
+from typing import Any, Final, Generic, Never, Protocol, TypeVar
 
 from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import first_kept, is_trimmed
 from dora_pipe.core.errors import BusError
-from dora_pipe.core.loop.effect_runner import EffectRunner, Handler
+from dora_pipe.core.loop.effect_runner import EffectRunner, EventOut, Handler
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.machine import (
     BUS_TURN_NS,
@@ -64,7 +64,6 @@ LOG_EFFECTS_MAX: Final = 2
 COST_DIGITS: Final = 4
 
 EffectIn = TypeVar("EffectIn", contravariant=True)
-EventOut = TypeVar("EventOut", covariant=True)
 
 
 class Port(Protocol[EffectIn, EventOut]):
@@ -297,14 +296,13 @@ class Runtime(Generic[Effect, Event]):
             exclusive=exclusive,
             kept=kept,
         )
-        handler = Handler(do=self._log.run, failed=lambda effect, error: [error])
-        self._log_thread = (
-            EffectRunner(
-                "log", {ReadLog: handler, AppendRecords: handler}, asked_max=LOG_EFFECTS_MAX
-            )
-            if background
-            else None
-        )
+        self._log_thread: EffectRunner[ReadLog | AppendRecords, _LogEvent | Exception] | None = None
+        if background:
+            handlers = [
+                Handler[Any, _LogEvent | Exception](kind, self._log.run, lambda _, error: [error])
+                for kind in (ReadLog, AppendRecords)
+            ]
+            self._log_thread = EffectRunner("log", handlers, asked_max=LOG_EFFECTS_MAX)
         self._events: list[LoopEvent] = []
         self._held: list[Publish] = []
         self._turn_ns = turn_ns

@@ -16,7 +16,7 @@ import zstandard
 
 import dora_pipe.orchestrator
 import dora_pipe.schemas
-from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers, unanswered
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, unanswered
 from dora_pipe.orchestrator.snapshots import Body, Snapshot, WriteSnapshot, state_of
 from dora_pipe.schemas.wire import sha256_hex
 
@@ -146,8 +146,10 @@ class SnapshotPort:
     def __init__(self, folder: Path, run: str) -> None:
         self._folder = folder
         self._run = run
-        handlers: Handlers = {WriteSnapshot: Handler(do=self._write, failed=_left_out)}
-        self._runner = EffectRunner("snapshots", handlers, asked_max=WAITING_MAX)
+        handler = Handler(WriteSnapshot, self._write, _left_out)
+        self._runner = EffectRunner[WriteSnapshot, Never](
+            "snapshots", [handler], asked_max=WAITING_MAX
+        )
 
     def start(self, effect: WriteSnapshot) -> None:
         """Start writing if idle."""
@@ -161,12 +163,12 @@ class SnapshotPort:
         """Wait briefly for a running write; idempotent."""
         self._runner.close(wait_s=CLOSE_S)
 
-    def _write(self, effect: WriteSnapshot) -> Iterator[Any]:
+    def _write(self, effect: WriteSnapshot) -> Iterable[Never]:
         write(self._folder, self._run, effect)
-        yield from ()
+        return ()
 
 
-def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Any]:
+def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Never]:
     LOG.warning("no snapshot at decisions offset %d", effect.offset)
     return unanswered(effect, error)
 

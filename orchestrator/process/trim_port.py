@@ -8,7 +8,7 @@ from typing import Final
 
 from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.schemas.metrics import OrchestratorStatus, decode_metrics
@@ -40,8 +40,10 @@ class TrimPort:
     ) -> None:
         self._open_bus = open_bus
         self._sleep = sleep
-        handlers: Handlers = {TrimMetrics: Handler(do=self._trim, failed=_later)}
-        self._runner = EffectRunner("trim", handlers, asked_max=1, in_thread=in_thread)
+        handler = Handler(TrimMetrics, self._trim, _later)
+        self._runner = EffectRunner[TrimMetrics, MetricsTrimmed](
+            "trim", [handler], asked_max=1, in_thread=in_thread
+        )
 
     @property
     def busy(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dora_pipe.core.errors import (
     BusError,
@@ -19,9 +19,7 @@ from dora_pipe.core.errors import (
 from dora_pipe.core.loop.effect_runner import (
     EffectRunner,
     Handler,
-    Handlers,
     attempt,
-    run_effect,
 )
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.engines.engine import (
@@ -38,6 +36,7 @@ from dora_pipe.producers.worker.effects import (
     EngineExport,
     EngineExported,
     EngineFailed,
+    EnginePortEvent,
     EngineStarted,
     LoadFailed,
     LoadWeights,
@@ -102,22 +101,19 @@ class EnginePort:
         self._fallbacks = fallbacks
         self._clock = clock
         self._steps_max = steps_max
-        self._events: list[Any] = []
-        self._ahead: dict[str, EngineRequest] = {}
-        self._later: list[EngineEffect] = []  # effects deferred while weights load
-        self._gone = False
-        self._handlers: Handlers = {
-            EngineAdd: Handler(do=self._add, failed=self._failed),
-            EngineCancel: Handler(do=self._cancel, failed=self._failed),
-            EngineExport: Handler(do=self._export, failed=self._not_exported),
-            DropWeights: Handler(do=self._drop, failed=self._failed),
-            Sleep: Handler(do=self._sleep, failed=self._failed),
-        }
+        self._events: list[EnginePortEvent] = []
+        self._queued: dict[str, EngineRequest] = {}
+        self._deferred: list[EngineEffect] = []  # effects deferred while weights load
+        self._failed = False
         self._file = Path()  # current or last loaded
-        fetching: Handlers = {LoadWeights: Handler(do=self._fetch, failed=_not_loaded)}
-        self._fetching = EffectRunner("fetch-weights", fetching, in_thread=in_thread)
-        loading: Handlers = {LoadWeights: Handler(do=self._load, failed=_not_loaded)}
-        self._loading = EffectRunner("load-weights", loading, in_thread=in_thread)
+        fetch = Handler[LoadWeights, _Fetched | LoadFailed](LoadWeights, self._fetch, _not_loaded)
+        self._fetching = EffectRunner[LoadWeights, _Fetched | LoadFailed](
+            "fetch-weights", [fetch], in_thread=in_thread
+        )
+        load = Handler[LoadWeights, EnginePortEvent](LoadWeights, self._load, _not_loaded)
+        self._loading = EffectRunner[LoadWeights, EnginePortEvent](
+            "load-weights", [load], in_thread=in_thread
+        )
 
     def start(self, effect: EngineEffect) -> None:
         if isinstance(effect, LoadWeights):
@@ -125,24 +121,23 @@ class EnginePort:
             assert not under_way, "weights are loaded one version at a time"
             self._fetching.start(effect)
             self._take_fetched()
-        elif self._loading.working and not self._is_ahead(effect):
-            self._later.append(effect)  # the thread owns the engine
+        elif self._loading.working and not self._is_queued(effect):
+            self._deferred.append(effect)  # the thread owns the engine
         else:
-            self._events += run_effect(self._handlers, effect)
+            self._run(effect)
 
-    def poll(self) -> list[Any]:
+    def poll(self) -> list[EnginePortEvent]:
         self._take_fetched()
         if self._loading.working:
             events, self._events = self._events, []
             return events
         self._events += self._loading.poll()
-        later, self._later = self._later, []
-        for effect in later:
-            self._events += run_effect(self._handlers, effect)
-        if not self._gone and (self._ahead or self._engine.active):
-            self._events += attempt(
-                "a step of the engine", self._steps, partial(self._failed, None)
-            )
+        deferred, self._deferred = self._deferred, []
+        for effect in deferred:
+            self._run(effect)
+        if not self._failed and (self._queued or self._engine.active):
+            failed = partial(self._fail, None)
+            self._events += attempt("a step of the engine", self._steps, failed)
         events, self._events = self._events, []
         return events
 
@@ -150,7 +145,7 @@ class EnginePort:
     def busy(self) -> bool:
         if self._events or self._fetching.busy or self._loading.busy:
             return True
-        return not self._gone and (bool(self._ahead) or self._engine.active > 0)
+        return not self._failed and (bool(self._queued) or self._engine.active > 0)
 
     def close(self) -> None:
         """Wait up to `CLOSE_S` for weights; the creator of the engine closes it."""
@@ -161,16 +156,20 @@ class EnginePort:
         for event in self._fetching.poll():
             if not isinstance(event, _Fetched):
                 self._events.append(event)
-            elif not self._gone:
+            elif not self._failed:
                 self._file = event.path
                 self._loading.start(event.effect)
 
-    def _is_ahead(self, effect: EngineEffect) -> bool:
+    def _is_queued(self, effect: EngineEffect) -> bool:
         return isinstance(effect, EngineAdd) or (
-            isinstance(effect, EngineCancel) and effect.request in self._ahead
+            isinstance(effect, EngineCancel) and effect.request in self._queued
         )
 
-    def _steps(self) -> Iterator[Any]:
+    def _run(self, effect: EngineEffect) -> None:
+        do, failed = partial(self._effect_events, effect), partial(self._fail, effect)
+        self._events += attempt(type(effect).__name__, do, failed)
+
+    def _steps(self) -> Iterator[EnginePortEvent]:
         until_ns = self._clock.now_ns() + STEP_NS
         for _ in range(self._steps_max):
             yield from self._refill()
@@ -180,10 +179,10 @@ class EnginePort:
             if self._clock.now_ns() >= until_ns:
                 break
 
-    def _refill(self) -> Iterator[Any]:
-        while self._ahead and self._engine.active < self._engine.slots:
-            name = next(iter(self._ahead))
-            request, why = self._ahead.pop(name), None
+    def _refill(self) -> Iterator[EnginePortEvent]:
+        while self._queued and self._engine.active < self._engine.slots:
+            name = next(iter(self._queued))
+            request, why = self._queued.pop(name), None
             if request.kv is not None:
                 why = self._engine.kv_error(request)
                 request = request if why is None else replace(request, kv=None)
@@ -198,27 +197,23 @@ class EnginePort:
             except ValueError as error:
                 yield RequestFinished(request=name, reason="error", error=str(error))
 
-    def _add(self, effect: EngineAdd) -> Iterator[Any]:
-        self._ahead[effect.request.request] = effect.request
-        yield from ()
+    def _effect_events(self, effect: EngineEffect) -> Iterator[EnginePortEvent]:
+        match effect:
+            case EngineAdd():
+                self._queued[effect.request.request] = effect.request
+            case EngineCancel():
+                if self._queued.pop(effect.request, None) is None and not self._failed:
+                    self._engine.cancel(effect.request)
+            case EngineExport():
+                yield from self._export(effect)
+            case DropWeights() if not self._failed:
+                for version in effect.versions:
+                    self._engine.drop(version)
+            case Sleep() if not self._failed:
+                yield self._engine.sleep()
 
-    def _cancel(self, effect: EngineCancel) -> Iterator[Any]:
-        if self._ahead.pop(effect.request, None) is None and not self._gone:
-            self._engine.cancel(effect.request)
-        yield from ()
-
-    def _drop(self, effect: DropWeights) -> Iterator[Any]:
-        for version in effect.versions:
-            if not self._gone:
-                self._engine.drop(version)
-        yield from ()
-
-    def _sleep(self, effect: Sleep) -> Iterator[Any]:
-        if not self._gone:
-            yield self._engine.sleep()
-
-    def _export(self, effect: EngineExport) -> Iterator[Any]:
-        if self._gone:
+    def _export(self, effect: EngineExport) -> Iterator[EnginePortEvent]:
+        if self._failed:
             yield EngineExported(request=effect.request, kv=None)
             return
         exported = self._engine.export(effect.request)
@@ -228,10 +223,10 @@ class EnginePort:
             yield exported.sampled
         yield EngineExported(request=effect.request, kv=exported.kv)
 
-    def _fetch(self, effect: LoadWeights) -> Iterator[Any]:
+    def _fetch(self, effect: LoadWeights) -> Iterator[_Fetched]:
         yield _Fetched(effect=effect, path=self._weights_path(effect.digest))
 
-    def _load(self, effect: LoadWeights) -> Iterator[Any]:
+    def _load(self, effect: LoadWeights) -> Iterator[EnginePortEvent]:
         load = self._engine.reload_keeping if effect.keep else self._engine.load
         try:
             loaded = load(self._file, version=effect.version, digest=effect.digest)
@@ -245,16 +240,15 @@ class EnginePort:
             else:
                 yield event
 
-    def _failed(self, effect: Any, error: Exception) -> list[Any]:
+    def _fail(self, effect: EngineEffect | None, error: Exception) -> Iterator[EnginePortEvent]:
         """Mark the engine as unusable. Raises InvariantBroken."""
         if isinstance(error, InvariantBroken):
             raise error
-        self._gone = True
-        self._ahead.clear()
-        return [EngineFailed(message=reason(error))]
-
-    def _not_exported(self, effect: EngineExport, error: Exception) -> list[Any]:
-        return [EngineExported(request=effect.request, kv=None), *self._failed(effect, error)]
+        self._failed = True
+        self._queued.clear()
+        if isinstance(effect, EngineExport):
+            yield EngineExported(request=effect.request, kv=None)
+        yield EngineFailed(message=reason(error))
 
 
 def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:

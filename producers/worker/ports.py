@@ -1,15 +1,16 @@
 """Worker's ports to task pools, logged records and KV handover.
 
-Only KV caches are moved in a thread. Records are read one per poll.
+Threads move KV caches and read records.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Never, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -22,11 +23,10 @@ from dora_pipe.core.errors import (
     reason,
 )
 from dora_pipe.core.loop.effect_runner import (
+    CLOSE_S,
     EffectRunner,
     Handler,
-    Handlers,
     attempt,
-    run_effect,
     unanswered,
 )
 from dora_pipe.core.loop.retry import FINAL_ERRORS
@@ -41,7 +41,6 @@ from dora_pipe.producers.tasks.calls import (
     EnvStep,
     Forget,
     GroupCall,
-    PromptCall,
     PromptReady,
     RewardCall,
     Said,
@@ -74,10 +73,17 @@ from dora_pipe.producers.worker.effects import (
     WorkerEvent,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.control import Resume, TakenTrajectory
+from dora_pipe.schemas.control import TakenTrajectory
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import (
+    AnyProgress,
+    decode_any_progress,
+    decode_trajectory,
+)
 from dora_pipe.store.transfers.transfers import Lost
+
+T = TypeVar("T")
 
 
 class Tasks(Protocol):
@@ -131,21 +137,15 @@ class TaskPort:
         self._texts = texts
         self._chat = chat
         self._conversations: dict[str, Conversation] = {}
-        self._failures: list[Any] = []
-        self._handlers: Handlers = {
-            PromptCall: Handler(do=self._pass_on, failed=self._failed),
-            EnvStep: Handler(do=self._step, failed=self._failed),
-            RewardCall: Handler(do=self._score, failed=self._failed),
-            GroupCall: Handler(do=self._score_group, failed=self._failed),
-            AgentCall: Handler(do=self._run_agent, failed=self._failed),
-            Forget: Handler(do=self._forget, failed=unanswered),
-        }
+        self._failures: list[TaskFailed] = []
 
     def start(self, effect: TaskEffect) -> None:
-        self._failures += run_effect(self._handlers, effect)
+        pass_on, failed = partial(self._pass_on, effect), partial(self._failed, effect)
+        self._failures += attempt(type(effect).__name__, pass_on, failed)
 
-    def poll(self) -> list[Any]:
-        events, self._failures = self._failures, []
+    def poll(self) -> list[TaskEvent]:
+        events: list[TaskEvent] = [*self._failures]
+        self._failures.clear()
         for event in self._tasks.poll():
             translated, failed = partial(self._translated, event), partial(self._failed, event)
             events += attempt(type(event).__name__, translated, failed)
@@ -158,34 +158,39 @@ class TaskPort:
     def close(self) -> None:
         self._tasks.close()
 
-    def _pass_on(self, effect: PromptCall) -> Iterator[Any]:
-        self._tasks.start(effect)
-        yield from ()
+    def _pass_on(self, effect: TaskEffect) -> Iterable[Never]:
+        self._tasks.start(self._with_text(effect))
+        return ()
 
-    def _forget(self, effect: Forget) -> Iterator[Any]:
-        self._conversations.pop(effect.request, None)
-        self._tasks.start(effect)
-        yield from ()
+    def _with_text(self, effect: TaskEffect) -> TaskEffect:
+        match effect:
+            case EnvStep():
+                return self._step(effect)
+            case RewardCall():
+                return self._score(effect)
+            case GroupCall():
+                completions = tuple(map(self._said, effect.sampled))
+                return replace(effect, completions=completions, sampled=())
+            case AgentCall():
+                assert self._addresses is not None, "a source with an agent has an endpoint"
+                address = self._addresses.of(effect.request, effect.start)
+                return replace(effect, base_url=address.base_url, api_key=address.api_key)
+            case Forget():
+                self._conversations.pop(effect.request, None)
+        return effect
 
-    def _step(self, effect: EnvStep) -> Iterator[Any]:
+    def _step(self, effect: EnvStep) -> EnvStep:
         conversation = self._conversations.get(effect.request)
         if conversation is None:
             turn = Turn(text=self._text(effect.token_ids))
         else:
             turn = conversation.say(effect.token_ids)
-        self._tasks.start(replace(effect, turn=turn, token_ids=()))
-        yield from ()
+        return replace(effect, turn=turn, token_ids=())
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return (self._chat or self._texts).text(token_ids)
 
-    def _run_agent(self, effect: AgentCall) -> Iterator[Any]:
-        assert self._addresses is not None, "a source with an agent has an endpoint"
-        address = self._addresses.of(effect.request, effect.start)
-        self._tasks.start(replace(effect, base_url=address.base_url, api_key=address.api_key))
-        yield from ()
-
-    def _score(self, effect: RewardCall) -> Iterator[Any]:
+    def _score(self, effect: RewardCall) -> RewardCall:
         conversation = self._conversations.pop(effect.request, None)
         sampled = effect.sampled
         assert sampled is not None, "the machine scores token ids"
@@ -204,7 +209,7 @@ class TaskPort:
                 conversation.say(sampled.answer)
             answer, reasoning = conversation.text, conversation.reasoning
             messages = conversation.messages()
-        call = replace(
+        return replace(
             effect,
             text=answer,
             turns=turns,
@@ -213,13 +218,6 @@ class TaskPort:
             sampled=None,
             agent_answer=None,
         )
-        self._tasks.start(call)
-        yield from ()
-
-    def _score_group(self, effect: GroupCall) -> Iterator[Any]:
-        completions = tuple(map(self._said, effect.sampled))
-        self._tasks.start(replace(effect, completions=completions, sampled=()))
-        yield from ()
 
     def _said(self, sampled: SampledTurns) -> Said:
         turns = tuple(map(self._text, sampled.turns))
@@ -228,13 +226,14 @@ class TaskPort:
         turn = self._chat.parse(sampled.answer, sampled.before, ())
         return Said(text=turn.text, turns=turns, turn=turn)
 
-    def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
-        forgotten = run_effect(self._handlers, Forget(request=effect.request))
-        message = one_line(reason(error))
-        failed = TaskFailed(request=effect.request, error=type(error).__name__, message=message)
-        return [*forgotten, failed]
+    def _failed(self, message: TaskEffect | TaskEvent, error: Exception) -> list[TaskFailed]:
+        if isinstance(message, Forget):
+            return []
+        self.start(Forget(request=message.request))
+        text = one_line(reason(error))
+        return [TaskFailed(request=message.request, error=type(error).__name__, message=text)]
 
-    def _translated(self, event: TaskEvent) -> Iterator[Any]:
+    def _translated(self, event: TaskEvent) -> Iterator[TaskEvent]:
         if isinstance(event, PromptReady):
             yield replace(event, token_ids=self._prompt_ids(event))
         elif isinstance(event, EnvObserved):
@@ -313,15 +312,15 @@ class WorkerPorts(PortGroup[WorkerEvent]):
             self._handover.start(effect)
 
 
-class HandoverPort(EffectRunner):
+class HandoverPort(EffectRunner[HandoverEffect, HandoverEvent]):
     """Runs a `Handover` in a thread, or directly for virtual time. A lost cache costs a prefill."""
 
     def __init__(self, handover: Handover, *, in_thread: bool = True) -> None:
-        handlers: Handlers = {
-            PutKv: Handler(do=partial(_put_kv, handover), failed=_not_put),
-            FetchKv: Handler(do=partial(_fetch_kv, handover), failed=_not_fetched),
-            DropKv: Handler(do=partial(_drop_kv, handover), failed=unanswered),
-        }
+        handlers: list[Handler[Any, HandoverEvent]] = [
+            Handler[PutKv, HandoverEvent](PutKv, partial(_put_kv, handover), _not_put),
+            Handler[FetchKv, HandoverEvent](FetchKv, partial(_fetch_kv, handover), _not_fetched),
+            Handler[DropKv, HandoverEvent](DropKv, partial(_drop_kv, handover), unanswered),
+        ]
         super().__init__("handover", handlers, in_thread=in_thread)
 
 
@@ -337,9 +336,9 @@ def _fetch_kv(handover: Handover, effect: FetchKv) -> Iterator[KvFetched]:
     yield KvFetched(request=effect.request, kv=kv, why=why)
 
 
-def _drop_kv(handover: Handover, effect: DropKv) -> Iterator[KvPut]:
+def _drop_kv(handover: Handover, effect: DropKv) -> Iterable[Never]:
     handover.drop(effect.blob)
-    yield from ()
+    return ()
 
 
 def _not_put(effect: PutKv, error: Exception) -> list[KvPut]:
@@ -354,147 +353,150 @@ CHAIN_MAX: Final = 4096
 
 READ_TIMEOUT_NS: Final = 10_000_000_000
 
-
-@dataclass(slots=True, kw_only=True)
-class _Fetch:
-    effect: RecordEffect
-    partition: TopicPartition
-    offset: int
-    until_ns: int
-    decoded: list[Any] = field(default_factory=list)
-    reader: Reader | None = None
-
-    def read(self, bus: Bus) -> Record | None:
-        """Return the first record from the offset, if available."""
-        try:
-            if self.reader is None:
-                self.reader = bus.reader({self.partition: self.offset})
-            self.reader.seek(self.partition, self.offset)
-            records = self.reader.poll(timeout_s=0.0, records_max=1)
-        except FINAL_ERRORS:
-            raise
-        except BusError:
-            return None
-        return records[0] if records else None
-
-    def close(self) -> None:
-        if self.reader is not None:
-            self.reader.close()
+READ_PAUSE_S: Final = 0.1
 
 
-class RecordPort:
+class RecordPort(EffectRunner[RecordEffect, RecordEvent]):
     """Reads chains of progress records back to their start, and verifies the records of groups.
 
-    Events of unreadable or invalid records have the reason in `why`.
+    It reads in a thread, or directly for virtual time. Events of unreadable or invalid records have
+    the reason in `why`; log errors that a retry cannot fix end the role.
     """
 
-    def __init__(self, bus: Bus, topics: Topics, meter: Meter, *, clock: Clock) -> None:
+    def __init__(
+        self, bus: Bus, topics: Topics, meter: Meter, *, clock: Clock, in_thread: bool = True
+    ) -> None:
         self._bus = bus
         self._topics = topics
         self._meter = meter
         self._clock = clock
-        self._fetches: deque[_Fetch] = deque()
+        handlers: list[Handler[Any, RecordEvent]] = [
+            Handler[FetchProgress, RecordEvent](FetchProgress, self._fetch_progress, _no_progress),
+            Handler[FetchGroup, RecordEvent](FetchGroup, self._fetch_group, _no_group),
+        ]
+        super().__init__("records", handlers, in_thread=in_thread)
 
-    def start(self, effect: RecordEffect) -> None:
-        first: Resume | TakenTrajectory
-        if isinstance(effect, FetchProgress):
-            topic, first = self._topics.progress, effect.resume
-        else:
-            topic, first = self._topics.trajectories, effect.trajectories[0]
-        self._fetches.append(
-            _Fetch(
-                effect=effect,
-                partition=TopicPartition(topic, first.partition),
-                offset=first.offset,
-                until_ns=self._clock.now_ns() + READ_TIMEOUT_NS,
-            )
-        )
+    def close(self, *, wait_s: float = CLOSE_S, finish: bool = False) -> None:
+        super().close(wait_s=wait_s, finish=finish)
 
-    def poll(self) -> list[RecordEvent]:
-        if not self._fetches:
-            return []
-        fetch = self._fetches.popleft()
-        name = type(fetch.effect).__name__
-        events = list(attempt(name, partial(self._next, fetch), partial(_failed, fetch)))
-        if events:
-            fetch.close()
-        else:
-            self._fetches.append(fetch)
-        return events
+    def _fetch_progress(self, effect: FetchProgress) -> Iterator[ProgressFetched]:
+        chunks: deque[AnyProgress] = deque()
+        offset = effect.resume.offset
+        with self._records(self._topics.progress, effect.resume.partition) as records:
+            while offset >= 0:
+                record = records.read(offset)
+                if len(chunks) == CHAIN_MAX:
+                    raise SchemaError(f"the chain has more than {CHAIN_MAX} records")
+                chunks.appendleft(self._decoded(record, partial(_chunk_of, record)))
+                offset = chunks[0].previous
+        yield ProgressFetched(request=effect.request, chunks=chunks)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._fetches)
+    def _fetch_group(self, effect: FetchGroup) -> Iterator[GroupFetched]:
+        trajectories: list[Trajectory] = []
+        partition = effect.trajectories[0].partition
+        with self._records(self._topics.trajectories, partition) as records:
+            for taken in effect.trajectories:
+                record = records.read(taken.offset)
+                decode = partial(_trajectory_of, record, taken, self._topics.run)
+                trajectories.append(self._decoded(record, decode))
+        yield GroupFetched(request=effect.request, trajectories=trajectories)
+
+    def _records(self, topic: str, partition: int) -> closing[_Records]:
+        topic_partition = TopicPartition(topic, partition)
+        return closing(_Records(self._bus, topic_partition, self._clock, self._meter))
+
+    def _decoded(self, record: Record, decode: Callable[[], T]) -> T:
+        try:
+            with _spend(self._meter, "codec"):
+                return decode()
+        except SchemaError as error:
+            where = f"the record at offset {record.offset}"
+            raise SchemaError(f"{where}: {error.message}") from None
+
+
+class _Records:
+    """Single records of a partition."""
+
+    def __init__(self, bus: Bus, partition: TopicPartition, clock: Clock, meter: Meter) -> None:
+        self._bus = bus
+        self._partition = partition
+        self._clock = clock
+        self._meter = meter
+        self._reader: Reader | None = None
+
+    def read(self, offset: int) -> Record:
+        """Wait for the record at an offset. Raises SchemaError if there is none, BusError."""
+        until_ns = self._clock.now_ns() + READ_TIMEOUT_NS
+        while not (records := self._poll(offset)):
+            if self._clock.now_ns() >= until_ns:
+                raise SchemaError("timed out reading it")
+            self._clock.sleep(READ_PAUSE_S)
+        if records[0].offset != offset:
+            raise SchemaError(f"there is no record at offset {offset}")
+        return records[0]
 
     def close(self) -> None:
-        while self._fetches:
-            self._fetches.popleft().close()
+        if self._reader is not None:
+            self._reader.close()
 
-    def _next(self, fetch: _Fetch) -> Iterator[RecordEvent]:
-        with self._meter.spend("bus"):
-            record = fetch.read(self._bus)
-        if record is None:
-            if self._clock.now_ns() >= fetch.until_ns:
-                yield _fetched(fetch, "timed out reading it")
-            return
-        if record.offset != fetch.offset:
-            yield _fetched(fetch, f"there is no record at offset {fetch.offset}")
-            return
+    def _poll(self, offset: int) -> list[Record]:
         try:
-            with self._meter.spend("codec"):
-                if isinstance(fetch.effect, FetchProgress):
-                    complete = _add_progress(fetch, record)
-                else:
-                    complete = self._add_trajectory(fetch, fetch.effect, record)
-        except SchemaError as error:
-            yield _fetched(fetch, f"the record at offset {fetch.offset}: {error.message}")
-            return
-        if complete:
-            yield _fetched(fetch)
-
-    def _add_trajectory(self, fetch: _Fetch, effect: FetchGroup, record: Record) -> bool:
-        """Verify a record; return whether it was the last. Raises SchemaError."""
-        taken = effect.trajectories[len(fetch.decoded)]
-        if record_digest(record) != taken.sha256:
-            raise SchemaError(f"{taken.trajectory}: its bytes differ from the logged ones")
-        trajectory = decode_trajectory(record.value)
-        meta = trajectory.meta
-        identity = (trajectory.trajectory, meta.attempt, meta.incarnation, meta.run)
-        if identity != (taken.trajectory, taken.attempt, taken.incarnation, self._topics.run):
-            raise SchemaError(
-                f"{taken.trajectory}: the record there is {trajectory.trajectory}, attempt"
-                f" {meta.attempt}, of {meta.run}"
-            )
-        if trajectory.reward is None:
-            raise SchemaError(f"{taken.trajectory}: it has no valid reward")
-        fetch.decoded.append(trajectory)
-        if len(fetch.decoded) == len(effect.trajectories):
-            return True
-        fetch.offset = effect.trajectories[len(fetch.decoded)].offset
-        return False
+            with _spend(self._meter, "bus"):
+                if self._reader is None:
+                    self._reader = self._bus.reader({self._partition: offset})
+                self._reader.seek(self._partition, offset)
+                return self._reader.poll(timeout_s=READ_PAUSE_S, records_max=1)
+        except FINAL_ERRORS:
+            raise
+        except BusError:
+            return []
 
 
-def _add_progress(fetch: _Fetch, record: Record) -> bool:
-    """Add a chunk; return whether it was the chain's first. Raises SchemaError."""
+@contextmanager
+def _spend(meter: Meter, name: str) -> Iterator[None]:
+    """Count CPU time of this thread; `Meter.spend` serves the loop's thread only."""
+    begun_s = time.thread_time()
+    try:
+        yield
+    finally:
+        meter.add(name, time.thread_time() - begun_s)
+
+
+def _chunk_of(record: Record) -> AnyProgress:
+    """Decode a chunk of a chain. Raises SchemaError."""
     chunk = decode_any_progress(record.value)
-    fetch.decoded.append(chunk)
-    if chunk.previous < 0:
-        return True
-    if chunk.previous >= fetch.offset or len(fetch.decoded) >= CHAIN_MAX:
+    if chunk.previous >= record.offset:
         raise SchemaError("it names no earlier one")
-    fetch.offset = chunk.previous
-    return False
+    return chunk
 
 
-def _fetched(fetch: _Fetch, why: str = "") -> RecordEvent:
-    request, decoded = fetch.effect.request, () if why else fetch.decoded
-    if isinstance(fetch.effect, FetchProgress):
-        return ProgressFetched(request=request, chunks=decoded[::-1], why=why)
-    return GroupFetched(request=request, trajectories=decoded, why=why)
+def _trajectory_of(record: Record, taken: TakenTrajectory, run: str) -> Trajectory:
+    """Decode and verify a trajectory. Raises SchemaError."""
+    if record_digest(record) != taken.sha256:
+        raise SchemaError(f"{taken.trajectory}: its bytes differ from the logged ones")
+    trajectory = decode_trajectory(record.value)
+    meta = trajectory.meta
+    identity = (trajectory.trajectory, meta.attempt, meta.incarnation, meta.run)
+    if identity != (taken.trajectory, taken.attempt, taken.incarnation, run):
+        raise SchemaError(
+            f"{taken.trajectory}: the record there is {trajectory.trajectory}, attempt"
+            f" {meta.attempt}, of {meta.run}"
+        )
+    if trajectory.reward is None:
+        raise SchemaError(f"{taken.trajectory}: it has no valid reward")
+    return trajectory
 
 
-def _failed(fetch: _Fetch, error: Exception) -> list[RecordEvent]:
-    """Raises BusError: those of a read were handled before."""
+def _no_progress(effect: FetchProgress, error: Exception) -> list[ProgressFetched]:
+    return [ProgressFetched(request=effect.request, chunks=(), why=_unreadable(error))]
+
+
+def _no_group(effect: FetchGroup, error: Exception) -> list[GroupFetched]:
+    return [GroupFetched(request=effect.request, trajectories=(), why=_unreadable(error))]
+
+
+def _unreadable(error: Exception) -> str:
+    """Raises BusError: `_Records` retries the others."""
     if isinstance(error, BusError):
         raise error
-    return [_fetched(fetch, reason(error))]
+    return reason(error)

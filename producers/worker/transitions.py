@@ -5,8 +5,8 @@ An event is its type, or the tag of an acknowledged record. Events without an en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
@@ -34,8 +34,10 @@ from dora_pipe.producers.worker.request_table import PROGRESS_TAG
 from dora_pipe.producers.worker.requests import TRAJECTORY_TAG, Requests
 from dora_pipe.producers.worker.sessions import Sessions
 
-Handler = Callable[[RequestState, Any, Now], None]
-Table = Mapping[tuple[Phase, type | str], Handler]
+E = TypeVar("E", bound=RequestEvent | Published)
+
+Table = dict[tuple[Phase, type | str], Callable[[RequestState, Any, Now], None]]
+"""Handlers by phase and event; `on` checks that each takes its event."""
 
 FINISHED: Final = (Phase.REWARDING, Phase.LOGGING)
 
@@ -44,6 +46,13 @@ BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
 
 REPLAYING: Final = (*BETWEEN, Phase.RESUMING, Phase.FETCHING, Phase.RUNNING, Phase.REWARDING)
 """Phases in which a replayable episode can lose its process."""
+
+
+def on(
+    event: type[E], handler: Callable[[RequestState, E, Now], None], *phases: Phase, tag: str = ""
+) -> Table:
+    """Return the transitions of an event, or of a record's acknowledgement (`tag`)."""
+    return {(phase, tag or event): handler for phase in phases}
 
 
 class Transitions:
@@ -82,63 +91,56 @@ class Transitions:
 
 def plain_table(requests: Requests) -> Table:
     """Return the transitions of a request; other kinds override some."""
+    generating = (Phase.RUNNING, Phase.EXPORTING)
+    leaving = (Phase.EXPORTING, Phase.RELEASING, Phase.LEAVING)
+    durable = (Phase.RUNNING, *leaving, *FINISHED)
+    losing = (*BETWEEN, Phase.RUNNING, Phase.REWARDING)
     return {
-        (Phase.PROMPTING, PromptReady): requests.prompted,
-        (Phase.PROMPTING, TaskFailed): requests.prompt_failed,
-        (Phase.PROMPTING, EpisodeLost): requests.episode_lost,
-        (Phase.RESUMING, ProgressFetched): requests.resumed,
-        (Phase.FETCHING, KvFetched): requests.kv_fetched,
-        (Phase.WAITING, EngineStarted): requests.started,
-        (Phase.WAITING, EpisodeLost): requests.episode_lost,
-        (Phase.RUNNING, TokensSampled): requests.sampled,
-        (Phase.RUNNING, RequestFinished): requests.finished,
-        (Phase.RUNNING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.RUNNING, EpisodeLost): requests.episode_lost,
-        (Phase.ENVIRONMENT, EnvObserved): requests.observed,
-        (Phase.ENVIRONMENT, TaskFailed): requests.environment_failed,
-        (Phase.ENVIRONMENT, EpisodeLost): requests.episode_lost,
-        (Phase.REWARDING, Rewarded): requests.rewarded,
-        (Phase.REWARDING, TaskFailed): requests.reward_failed,
-        (Phase.REWARDING, EpisodeLost): requests.episode_lost,
-        (Phase.LOGGING, TRAJECTORY_TAG): requests.trajectory_published,
-        (Phase.EXPORTING, TokensSampled): requests.sampled,
-        (Phase.EXPORTING, RequestFinished): requests.finished,
-        (Phase.EXPORTING, EngineExported): requests.exported,
-        (Phase.EXPORTING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.RELEASING, KvPut): requests.kv_put,
-        (Phase.RELEASING, PROGRESS_TAG): requests.chunk_published,
-        (Phase.LEAVING, PROGRESS_TAG): requests.chunk_published,
-        **{(phase, PROGRESS_TAG): requests.chunk_published for phase in FINISHED},
+        **on(PromptReady, requests.prompted, Phase.PROMPTING),
+        **on(TaskFailed, requests.prompt_failed, Phase.PROMPTING),
+        **on(ProgressFetched, requests.resumed, Phase.RESUMING),
+        **on(KvFetched, requests.kv_fetched, Phase.FETCHING),
+        **on(EngineStarted, requests.started, Phase.WAITING),
+        **on(TokensSampled, requests.sampled, *generating),
+        **on(RequestFinished, requests.finished, *generating),
+        **on(EnvObserved, requests.observed, Phase.ENVIRONMENT),
+        **on(TaskFailed, requests.environment_failed, Phase.ENVIRONMENT),
+        **on(EpisodeLost, requests.episode_lost, *losing),
+        **on(Rewarded, requests.rewarded, Phase.REWARDING),
+        **on(TaskFailed, requests.reward_failed, Phase.REWARDING),
+        **on(Published, requests.trajectory_published, Phase.LOGGING, tag=TRAJECTORY_TAG),
+        **on(Published, requests.chunk_published, *durable, tag=PROGRESS_TAG),
+        **on(EngineExported, requests.exported, Phase.EXPORTING),
+        **on(KvPut, requests.kv_put, Phase.RELEASING),
     }
 
 
 def replayable_table(requests: Requests, episodes: Episodes) -> Table:
     """Return the transitions of an episode that a fresh environment can replay."""
     return {
-        (Phase.PROMPTING, PromptReady): episodes.prompted,
-        (Phase.RESUMING, ProgressFetched): episodes.resumed,
-        (Phase.ENVIRONMENT, EnvObserved): episodes.observed,
-        (Phase.ENVIRONMENT, TaskFailed): episodes.environment_failed,
-        **{(phase, EpisodeLost): episodes.episode_lost for phase in REPLAYING},
-        **{(phase, PROGRESS_TAG): requests.chunk_published for phase in BETWEEN},
+        **on(PromptReady, episodes.prompted, Phase.PROMPTING),
+        **on(ProgressFetched, episodes.resumed, Phase.RESUMING),
+        **on(EnvObserved, episodes.observed, Phase.ENVIRONMENT),
+        **on(TaskFailed, episodes.environment_failed, Phase.ENVIRONMENT),
+        **on(EpisodeLost, episodes.episode_lost, *REPLAYING),
+        **on(Published, requests.chunk_published, *BETWEEN, tag=PROGRESS_TAG),
     }
 
 
 def session_table(sessions: Sessions) -> Table:
     return {
-        **{(phase, CallAsked): sessions.asked_too_late for phase in Phase},
-        (Phase.AGENT, CallAsked): sessions.asked,
-        (Phase.RESUMING, ProgressFetched): sessions.resumed,
-        (Phase.AGENT, AgentEnded): sessions.agent_ended,
-        (Phase.AGENT, TaskFailed): sessions.agent_failed,
-        (Phase.AGENT, EpisodeLost): sessions.agent_lost,
-        (Phase.REWARDING, EpisodeLost): sessions.agent_lost,
+        **on(CallAsked, sessions.asked_too_late, *Phase),
+        **on(CallAsked, sessions.asked, Phase.AGENT),
+        **on(ProgressFetched, sessions.resumed, Phase.RESUMING),
+        **on(AgentEnded, sessions.agent_ended, Phase.AGENT),
+        **on(TaskFailed, sessions.agent_failed, Phase.AGENT),
+        **on(EpisodeLost, sessions.agent_lost, Phase.AGENT, Phase.REWARDING),
     }
 
 
 def call_table(sessions: Sessions) -> Table:
     """Return the transitions of a session's call to the model."""
     return {
-        (Phase.RUNNING, RequestFinished): sessions.sampled,
-        (Phase.ANSWERING, PROGRESS_TAG): sessions.durable,
+        **on(RequestFinished, sessions.sampled, Phase.RUNNING),
+        **on(Published, sessions.durable, Phase.ANSWERING, tag=PROGRESS_TAG),
     }

@@ -364,6 +364,7 @@ def test_text_that_has_no_tokens_fails_its_request_alone(text: Any) -> None:
     pool: Any = Pool(broken)
     port = TaskPort(pool, pool)
     first, second = port.poll()
+    assert isinstance(first, TaskFailed)
     assert (first.request, first.error) == ("a", "UnicodeEncodeError")
     assert "surrogates not allowed" in first.message
     assert second.request == "b"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers, ends_role, unanswered
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
 
 WAIT_S = 10.0
 
@@ -41,10 +41,10 @@ def _not_said(effect: Say, error: Exception) -> list[Said]:
     return [Said(f"{effect.text} failed: {type(error).__name__}")]
 
 
-SAY: Handlers = {Say: Handler(do=_say, failed=_not_said)}
+SAY = [Handler(Say, _say, _not_said)]
 
 
-def drained(runner: EffectRunner, count: int) -> list[Any]:
+def drained(runner: EffectRunner[Say, Said], count: int) -> list[Any]:
     events: list[Any] = []
     until_s = time.monotonic() + WAIT_S
     while len(events) < count and time.monotonic() < until_s:
@@ -57,7 +57,7 @@ def drained(runner: EffectRunner, count: int) -> list[Any]:
 def test_effects_are_done_in_order_and_a_failure_stands_in_its_place(
     in_thread: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = EffectRunner("test", SAY, in_thread=in_thread)
+    runner = EffectRunner[Say, Said]("test", SAY, in_thread=in_thread)
     for text in ("a", "bad", "wait", "b"):
         runner.start(Say(text))
     texts = [entry.text for entry in drained(runner, 4)]
@@ -70,7 +70,7 @@ def test_effects_are_done_in_order_and_a_failure_stands_in_its_place(
 
 
 def test_effect_without_an_answer_leaves_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    runner = EffectRunner("test", {Say: Handler(do=_say, failed=unanswered)})
+    runner = EffectRunner[Say, Said]("test", [Handler(Say, _say, unanswered)])
     runner.start(Say("bad"))
     runner.start(Say("a"))
     assert drained(runner, 1) == [Said("a")]
@@ -79,7 +79,7 @@ def test_effect_without_an_answer_leaves_a_line(caplog: pytest.LogCaptureFixture
 
 
 def test_failure_that_ends_the_role_is_raised_behind_the_events_before_it() -> None:
-    runner = EffectRunner("test", {Say: Handler(do=_say, failed=ends_role)})
+    runner = EffectRunner[Say, Said]("test", [Handler(Say, _say, ends_role)])
     runner.start(Say("a"))
     runner.start(Say("bad"))
     assert drained(runner, 1) == [Said("a")]
@@ -96,7 +96,7 @@ def test_what_there_is_no_room_for_has_failed() -> None:
         assert go.wait(WAIT_S)
         yield from (entry for entry in _say(effect) if entry)
 
-    runner = EffectRunner("test", {Say: Handler(do=held, failed=_not_said)}, asked_max=1)
+    runner = EffectRunner[Say, Said]("test", [Handler(Say, held, _not_said)], asked_max=1)
     runner.start(Say("a"))
     assert begun.wait(WAIT_S)
     runner.start(Say("b"))
@@ -108,7 +108,7 @@ def test_what_there_is_no_room_for_has_failed() -> None:
 
 
 def test_thread_waits_where_nobody_takes_its_events_and_closing_frees_it() -> None:
-    runner = EffectRunner("test", SAY, events_max=3)
+    runner = EffectRunner[Say, Said]("test", SAY, events_max=3)
     runner.start(Say("a", times=10))
     until_s = time.monotonic() + WAIT_S
     while len(runner._events) < 3:
@@ -130,7 +130,7 @@ def test_closing_at_once_leaves_the_thread_between_two_events() -> None:
             second.set()
             time.sleep(0.001)
 
-    runner = EffectRunner("test", {Say: Handler(do=endless, failed=ends_role)})
+    runner = EffectRunner[Say, Said]("test", [Handler(Say, endless, ends_role)])
     runner.start(Say("a"))
     assert second.wait(WAIT_S)
     began_s = time.monotonic()
@@ -155,7 +155,7 @@ def test_idle_work_runs_between_effects_and_what_it_raises_is_told() -> None:
             raise ResourceError("the disk is gone")
         yield Said("idle")
 
-    runner = EffectRunner("test", SAY, around=around(), idle=idle, idle_s=0.001)
+    runner = EffectRunner[Say, Said]("test", SAY, around=around(), idle=idle, idle_s=0.001)
     assert drained(runner, 3) == [Said("idle")] * 3
     with pytest.raises(ResourceError, match="the disk is gone"):
         drained(runner, 1)

@@ -402,7 +402,9 @@ class Cluster:
             port=WorkerPorts(
                 tasks=TaskPort(tasks, self.parts.texts(self.assets)),
                 sessions=None,
-                records=RecordPort(self.open_bus(), self.topics, site.meter, clock=self.clock),
+                records=RecordPort(
+                    self.open_bus(), self.topics, site.meter, clock=self.clock, in_thread=False
+                ),
                 handover=HandoverPort(self.handover, in_thread=False),
                 engine=self.engine_port(engine, self.store_of(site.name)),
             ),

@@ -152,7 +152,7 @@ class Worker:
             port=(WorkerPorts if agents is None else PortsOfAgents)(
                 tasks=TaskPort(tasks, Numbers()),
                 sessions=agents,
-                records=RecordPort(world.bus, TOPICS, self.meter, clock=clock),
+                records=RecordPort(world.bus, TOPICS, self.meter, clock=clock, in_thread=False),
                 handover=HandoverPort(world.handover, in_thread=world.handover_thread),
                 engine=EnginePort(
                     self.engine,

@@ -168,6 +168,7 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     first, last = tokenizer.ids("three"), [*tokenizer.ids("3"), end]
     port.start(EnvStep(request="r", token_ids=first))
     (observed,) = port.poll()
+    assert isinstance(observed, EnvObserved)
     assert tokenizer.full_text(observed.token_ids) == (
         "<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n"
     )

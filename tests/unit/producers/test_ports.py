@@ -33,6 +33,8 @@ from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,
     EngineExport,
+    EngineExported,
+    EnginePortEvent,
     EngineStarted,
     LoadFailed,
     LoadWeights,
@@ -76,6 +78,8 @@ def test_cache_that_does_not_fit_is_named_and_its_request_prefilled() -> None:
     port.poll()
     port.start(EngineExport(request="a"))
     sampled, exported = port.poll()
+    assert isinstance(sampled, TokensSampled) and isinstance(exported, EngineExported)
+    assert exported.kv is not None
     again = replace(
         _request("a"), token_ids=[5, 5, 5, *sampled.token_ids], sampled=4, kv=exported.kv
     )
@@ -105,7 +109,7 @@ def test_request_that_the_engine_refuses_has_ended_with_an_error() -> None:
 def test_weights_that_cannot_be_loaded_are_an_event(thread: bool) -> None:
     port = _engine_port(_engine(), thread=thread)
     port.start(LoadWeights(version=-1, digest="b"))
-    events: list[object] = []
+    events: list[EnginePortEvent] = []
     while not events:
         events = port.poll()
     (event,) = events
@@ -154,7 +158,8 @@ def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
     port = EnginePort(engine, Path, fallbacks=taken, clock=VirtualClock(), in_thread=False)
     port.start(LoadWeights(version=3, digest="a"))
     port.start(LoadWeights(version=4, digest="b"))
-    assert [record.fallbacks for record in port.poll()] == [(lost,), ()]
+    events = port.poll()
+    assert [getattr(event, "fallbacks", None) for event in events] == [(lost,), ()]
 
 
 # Tasks
@@ -175,7 +180,7 @@ def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
     assert begun.wait(10)
     assert any(isinstance(finished, RequestFinished) for _ in range(20) for finished in port.poll())
     may_end.set()
-    events: list[object] = []
+    events: list[EnginePortEvent] = []
     while not events:
         events = port.poll()
     assert events == [WeightsLoaded(version=1, digest="b", load_ms=0.0)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+
 import pytest
 
 from dora_pipe.bus.bus import TopicSpec
-from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import MemoryBus, MemoryLog, MemoryReader, ScriptedFaults
 from dora_pipe.core.errors import LogTruncated
 from dora_pipe.core.loop.runtime import Meter
-from dora_pipe.core.pure.records import Append
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
 from dora_pipe.producers.worker.ports import RecordPort
 from dora_pipe.schemas.control import Resume
@@ -18,6 +22,7 @@ from dora_pipe.schemas.trajectory_codec import encode_any_progress
 from tests.support.worker import VirtualClock
 
 PROGRESS = "r.progress"
+LIMIT_S = 60.0
 
 
 def _chunk(start: int, previous: int) -> Progress:
@@ -45,20 +50,16 @@ def _log(*values: bytes) -> tuple[MemoryBus, list[int]]:
     return bus, [writer.append([Append(topic=PROGRESS, value=v, partition=1)])[0] for v in values]
 
 
+def _effect(offset: int) -> FetchProgress:
+    return FetchProgress(request="a", resume=Resume(tokens=1, partition=1, offset=offset))
+
+
 def _fetch(bus: MemoryBus, offset: int, clock: VirtualClock | None = None) -> ProgressFetched:
-    clock = clock or VirtualClock()
-    port = RecordPort(bus, Topics("r"), Meter(), clock=clock)
-    port.start(FetchProgress(request="a", resume=Resume(tokens=1, partition=1, offset=offset)))
-    for _ in range(10_000):
-        assert port.busy
-        events = port.poll()
-        clock.sleep(0.01)
-        if events:
-            assert not port.busy
-            (event,) = events
-            assert isinstance(event, ProgressFetched)
-            return event
-    raise AssertionError("it was followed for ever")
+    port = RecordPort(bus, Topics("r"), Meter(), clock=clock or VirtualClock(), in_thread=False)
+    port.start(_effect(offset))
+    (event,) = port.poll()
+    assert isinstance(event, ProgressFetched)
+    return event
 
 
 def _chain(length: int) -> tuple[MemoryBus, list[int]]:
@@ -90,6 +91,29 @@ def test_chain_on_a_log_that_is_away_is_tried_again_and_given_up_in_the_end() ->
     clock = VirtualClock()
     assert "timed out reading it" in _fetch(removed_bus, offsets[-1], clock).why
     assert 10.0 <= clock.ns / 1e9 < 11.0
+
+
+class StallingBus(MemoryBus):
+    stalled, go = threading.Event(), threading.Event()
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> MemoryReader:
+        self.stalled.set()
+        assert self.go.wait(LIMIT_S)
+        return super().reader(positions)
+
+
+def test_a_log_that_stalls_does_not_hold_the_loop() -> None:
+    bus, offsets = _chain(2)
+    stalling = StallingBus(bus.log)
+    port = RecordPort(stalling, Topics("r"), Meter(), clock=SystemClock())
+    port.start(_effect(offsets[-1]))
+    assert stalling.stalled.wait(LIMIT_S)
+    assert port.poll() == [] and port.working
+    stalling.go.set()
+    port.wait(LIMIT_S)
+    (event,) = port.poll()
+    assert isinstance(event, ProgressFetched) and _starts(event) == [0, 1]
+    port.close()
 
 
 def test_position_beyond_the_log_is_never_taken_for_a_broken_chain() -> None:

@@ -2,10 +2,7 @@
 
 A file is valid while the specification and each source's size, time and inode are unchanged;
 `hf:NAME` keeps its content until the file is deleted. Files are in DORA_PIPE_CACHE (default:
-`dora-pipe` in the user's cache folder). A separate process writes them, so that the memory for
-reading tables is freed.
-
-    python -m dora_pipe.producers.data.prepare    started by `open_rows`
+`dora-pipe` in the user's cache folder).
 """
 
 from __future__ import annotations
@@ -15,19 +12,14 @@ import fcntl
 import hashlib
 import io
 import os
-import selectors
-import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from dora_pipe.core import errors
-from dora_pipe.core.errors import DoraError, ResourceError, TaskError
+from dora_pipe.core.errors import ResourceError, TaskError
 from dora_pipe.core.system.durable import sync
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.data.conversations import conversation_of
@@ -36,8 +28,6 @@ from dora_pipe.producers.data.readers import Placed, rows_of
 from dora_pipe.producers.data.rows import DataRows, TooManyBytes, write_rows
 from dora_pipe.producers.data.spec import (
     DataFile,
-    DataProgress,
-    DataRefused,
     DataSpec,
     Source,
     describe_sources,
@@ -56,12 +46,7 @@ CACHE_BYTES_MAX: Final = 200 * 1024**3
 REPORT_S: Final = 5.0
 """Seconds between progress reports."""
 
-SILENT_S: Final = 3600.0
-"""Seconds without progress after which preparation fails."""
-
 _FORM: Final = 1
-
-_COMMAND: Final = (sys.executable, "-P", "-m", "dora_pipe.producers.data.prepare")
 
 Report = Callable[[str], None]
 
@@ -93,7 +78,7 @@ def open_rows(spec: DataSpec) -> DataRows:
             return DataRows(buffer.getvalue())
     path = cache_folder() / f"{_key(sources, spec)}.rows"
     if not path.exists():
-        _prepare_apart(spec, path)
+        prepare(spec, path)
     with contextlib.suppress(OSError):
         os.utime(path)  # for eviction by last use
     try:
@@ -114,13 +99,10 @@ def cache_folder() -> Path:
     return folder / "dora-pipe" / "data"
 
 
-def chosen(
-    sources: Sequence[Source], spec: DataSpec, report: Report = lambda text: None
-) -> Iterator[Placed]:
+def chosen(sources: Sequence[Source], spec: DataSpec) -> Iterator[Placed]:
     """Yield the selected rows with file and position."""
     keeps = compile_filter(spec.filter) if spec.filter else None
-    said_at, taken = time.monotonic(), 0
-    for number, source in enumerate(sources, 1):
+    for source in sources:
         where = str(source.path) if isinstance(source, DataFile) else f"hf:{source.name}"
         for location, given in rows_of(source, spec):
             try:
@@ -131,11 +113,7 @@ def chosen(
             except TaskError as error:
                 raise TaskError(f"{where}, {location}: {error.message}", hint=error.hint) from error
             if kept:
-                taken += 1
                 yield f"{where}, {location}", row
-            if time.monotonic() - said_at >= REPORT_S:
-                said_at = time.monotonic()
-                report(f"{taken} rows, in file {number} of {len(sources)}")
 
 
 def _renamed(row: dict[str, Any], spec: DataSpec) -> dict[str, Any]:
@@ -176,104 +154,63 @@ def _columns(row: dict[str, Any]) -> str:
     return f"it has {', '.join(f'`{name}`' for name in row) or 'no columns'}"
 
 
-# Parent side of the preparing process.
-
-
 def _key(sources: Sequence[Source], spec: DataSpec) -> str:
     return sha256_hex(canonical([_FORM, spec, [source.identity() for source in sources]]))[:40]
 
 
-def _prepare_apart(spec: DataSpec, path: Path) -> None:
+def prepare(spec: DataSpec, path: Path) -> None:
+    """Write the file unless it exists. Raises as `open_rows`."""
     what = describe_sources(spec.sources)
-    say = _report.get()
-    say(f"data: {what} is prepared once per machine in {path.parent}")
+    report = _report.get()
+    report(f"data: {what} is prepared once per machine in {path.parent}")
+    unfinished = path.with_suffix(".unfinished")
+
+    def progress() -> str:
+        with contextlib.suppress(OSError):
+            return f"data: {what}: {unfinished.stat().st_size >> 20} MiB written"
+        return f"data: {what}: no rows yet"
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_cache(path, error) from error
-    order = msgspec.json.encode([spec, str(path)])
-    with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        child.stdin.write(order)
-        child.stdin.close()
-        try:
-            refused = _follow(child, lambda text: say(f"data: {what}: {text}"))
-        finally:
-            child.kill()
-    if refused is not None:
-        kind = getattr(errors, refused.kind, TaskError)
-        raise kind(refused.message, hint=refused.hint)
-    if not path.exists():
-        raise ResourceError(f"{what}: the process that prepares it ended", hint="see its stderr")
-
-
-def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
-    assert child.stdout is not None
-    decoder = msgspec.json.Decoder(DataProgress | DataRefused)
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        heard_at = time.monotonic()
-        while True:
-            if not selector.select(REPORT_S):
-                silent_s = time.monotonic() - heard_at
-                if silent_s > SILENT_S:
-                    raise ResourceError(f"data: no progress for {SILENT_S:.0f} s")
-                say(f"for {silent_s:.0f} s nothing new")
-                continue
-            line = child.stdout.readline()
-            if not line:
-                return None
-            heard_at = time.monotonic()
-            message = decoder.decode(line)
-            if isinstance(message, DataRefused):
-                return message
-            say(message.text)
-
-
-def _no_cache(path: Path, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"{path.parent}: {error.strerror}", hint=f"{CACHE_VARIABLE} names another folder"
-    )
-
-
-# Child side of the preparing process.
-
-
-def main() -> None:
-    spec, name = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[DataSpec, str])
-    with os.fdopen(os.dup(1), "wb", buffering=0) as outbox:
-        os.dup2(2, 1)  # keep prints of libraries out of the messages
-
-        def tell(message: DataProgress | DataRefused) -> None:
-            outbox.write(msgspec.json.encode(message) + b"\n")
-
-        try:
-            prepare(spec, Path(name), lambda text: tell(DataProgress(text)))
-        except DoraError as error:
-            tell(DataRefused(error.message, error.hint, type(error).__name__))
-
-
-def prepare(spec: DataSpec, path: Path, report: Report) -> None:
-    """Write the file unless it exists. Raises as `open_rows`."""
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        with path.with_name("lock").open("ab") as lock:
+        with _repeating(progress), path.with_name("lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for the file
             if path.exists():
                 return
             with contextlib.ExitStack() as undone, unfinished.open("wb") as file:
                 undone.callback(unfinished.unlink)
                 sources = sources_of(spec)
-                footer = write_rows(chosen(sources, spec, report), file)
+                footer = write_rows(chosen(sources, spec), file)
                 if _key(sources, spec) != path.stem:
-                    raise TaskError(f"{describe_sources(spec.sources)}: changed during reading")
+                    raise TaskError(f"{what}: changed during reading")
                 undone.pop_all()
             sync(unfinished)
             unfinished.replace(path)
-            report(f"{footer.rows} rows prepared, {path.stat().st_size >> 20} MiB")
             make_room(path)
     except OSError as error:
-        raise _no_cache(path, error) from error
+        hint = f"{CACHE_VARIABLE} names another folder"
+        raise ResourceError(f"{path.parent}: {error.strerror}", hint=hint) from error
+    finally:
+        if "pyarrow" in sys.modules:  # its allocator keeps the memory of tables
+            sys.modules["pyarrow"].default_memory_pool().release_unused()
+    report(f"data: {what}: {footer.rows} rows prepared, {path.stat().st_size >> 20} MiB")
+
+
+@contextlib.contextmanager
+def _repeating(text: Callable[[], str]) -> Iterator[None]:
+    """Report `text()` every few seconds, from a thread: a library may read for minutes."""
+    report, ended = _report.get(), threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(REPORT_S):
+            report(text())
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
@@ -286,7 +223,3 @@ def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
             continue
         total -= path.stat().st_size
         path.unlink()
-
-
-if __name__ == "__main__":
-    main()

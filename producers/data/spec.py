@@ -42,20 +42,6 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Column that must hold text or a conversation in every row; empty: no check."""
 
 
-class DataProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Progress of preparation."""
-
-    text: str
-
-
-class DataRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Reason why data cannot be read."""
-
-    message: str
-    hint: str | None
-    kind: str
-
-
 def describe_sources(sources: tuple[str, ...]) -> str:
     """Return the sources as named in messages."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import TaskError
-from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX, open_rows
-from dora_pipe.producers.data.spec import DataSpec
+from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX
 from dora_pipe.producers.tasks.calls import PromptReady
 from dora_pipe.producers.tasks.pool import START_LIMIT_S, TaskPool
 from tests.support.task_pool import DEADLINE_S, ask, prompt, survey
@@ -108,8 +107,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_data_set_of_the_hub_is_read_without_a_network() -> None:
-    rows = open_rows(DataSpec(sources=("hf:nobody/sums",)))
-    assert list(rows) == [{"prompt": "0+1=", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
+    with TaskPool(model.Task(kind="dataset", data="hf:nobody/sums", reward="exact")) as pool:
+        assert pool.wait().train_rows == 2
+        ready = ask(pool, prompt("a", index=1))
+    assert isinstance(ready, PromptReady)
+    assert ready.text == "1+1="
 
 
 @pytest.mark.usefixtures("hub")
@@ -125,6 +127,6 @@ def test_what_neither_cache_nor_network_has_is_one_line(
     name: str, split: str, message: str
 ) -> None:
     with pytest.raises(TaskError) as caught:
-        open_rows(DataSpec(sources=(name,), split=split))
+        survey(model.Task(kind="dataset", data=name, split=split, reward="exact"))
     assert message in caught.value.message
     assert "HF_HUB_OFFLINE=1" in str(caught.value.hint)

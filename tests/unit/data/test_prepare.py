@@ -42,7 +42,7 @@ def test_large_data_are_prepared_once_and_have_the_same_digest(tmp_path: Path, c
     assert [line for line in texts if "40 rows prepared" in line] == texts[-1:]
 
 
-def test_refusal_in_the_preparing_process_is_the_same_error(tmp_path: Path, cache: Path) -> None:
+def test_refusal_of_large_data_is_the_same_error(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": \n')
     with pytest.raises(TaskError, match=r"a\.jsonl, line 2: Input data was truncated"):
         of(tmp_path / "a.jsonl")
@@ -55,7 +55,7 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, cache: 
     write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     before = cache / "as-it-was-before.rows"
     with pytest.raises(TaskError, match="changed during reading"):
-        prepare.prepare(DataSpec(sources=(str(tmp_path / "a.jsonl"),)), before, lambda text: None)
+        prepare.prepare(DataSpec(sources=(str(tmp_path / "a.jsonl"),)), before)
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
 

@@ -299,7 +299,7 @@ def episode_of(request: str) -> str:
 
 def text_digest(call: RewardCall) -> int:
     """Return a number by text and trajectory."""
-    return int(sha256_hex(call.text.encode(), episode_of(call.request).encode())[:8], 16)
+    return int(sha256_hex(call.completion.text.encode(), episode_of(call.request).encode())[:8], 16)
 
 
 def reward_of(call: RewardCall) -> Rewarded:

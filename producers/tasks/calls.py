@@ -27,7 +27,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.pure.frames import framed, unframed
-from dora_pipe.producers.tasks.task import Split, Turn
+from dora_pipe.producers.tasks.task import Completion, Split, Turn
 from dora_pipe.producers.tasks.values import escaped
 from dora_pipe.schemas.control import DataSet
 
@@ -73,28 +73,16 @@ class SampledTurns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardCall(Message, frozen=True, kw_only=True):
-    """Score a trajectory and end its episode; `turns` exclude the prompt."""
+    """Score a trajectory and end its episode."""
 
     split: Split
     index: int
-    text: str = ""
-    turns: tuple[str, ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
-    reasoning: str = ""
+    completion: Completion = Completion(text="")
     sampled: SampledTurns | None = None
-    """Replaced by `text` to `reasoning`."""
+    """Replaced by `completion`."""
     agent_answer: str | None = None
-    """Answer that an agent stated; becomes `text`."""
+    """Answer that an agent stated; becomes the text of `completion`."""
     source: str = ""
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """Completion of a `GroupCall`."""
-
-    text: str
-    turns: tuple[str, ...]
-    turn: Turn | None = None
-    """Last turn, if prompts are messages."""
 
 
 class GroupCall(Message, frozen=True, kw_only=True):
@@ -102,7 +90,8 @@ class GroupCall(Message, frozen=True, kw_only=True):
 
     split: Split
     index: int
-    completions: tuple[Said, ...] = ()
+    completions: tuple[Completion, ...] = ()
+    """With the last message only."""
     sampled: tuple[SampledTurns, ...] = ()
     """Replaced by `completions`."""
     source: str = ""

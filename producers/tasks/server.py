@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import math
@@ -43,7 +44,6 @@ from dora_pipe.producers.tasks.calls import (
     PromptReady,
     RewardCall,
     Rewarded,
-    Said,
     Setup,
     TaskFacts,
     TaskFailed,
@@ -64,6 +64,7 @@ from dora_pipe.producers.tasks.task import (
     RETRIES_MAX,
     Completion,
     Environment,
+    Message,
     Observation,
     Retry,
     Reward,
@@ -267,19 +268,18 @@ class TaskServer:
 
     async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
         reward: Any = None
+        completion = call.completion
         if episode is not None:
-            reward = await call_user_code(self._world(episode).reward, call.text, call.turns)
+            world = self._world(episode)
+            reward = await call_user_code(world.reward, completion.text, completion.turns)
         if reward is None:
             row = self._row(call.split, call.index)
-            completion = Completion(
-                text=call.text, turns=call.turns, messages=call.messages, reasoning=call.reasoning
-            )
             reward = await call_user_code(self._task.score, row, completion)
         return scored(call.request, reward)
 
     async def _score_group(self, call: GroupCall) -> GroupRewarded:
         row = self._row(call.split, call.index)
-        completions = [await self._completion(row, finished) for finished in call.completions]
+        completions = [await self._prompted(row, completion) for completion in call.completions]
         rewards = await call_user_code(self._task.score_group, row, completions)
         return scored_together(call.request, rewards, len(completions))
 
@@ -291,17 +291,14 @@ class TaskServer:
         asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
         return agent_ended(call.request, await self._agent.run(asked))
 
-    async def _completion(self, row: Row, finished: Said) -> Completion:
-        turn = finished.turn
-        messages: tuple[dict[str, Any], ...] = ()
-        if turn is not None and len(finished.turns) <= 1:
+    async def _prompted(self, row: Row, completion: Completion) -> Completion:
+        """Put the prompt before the message of a single turn."""
+        messages: tuple[Message, ...] = ()
+        if completion.messages and len(completion.turns) <= 1:
             prompt = await call_user_code(self._task.prompt, row)
             if not isinstance(prompt, str):
-                messages = (*normal(prompt, "prompt"), turn.message())
-        reasoning = "" if turn is None else turn.reasoning
-        return Completion(
-            text=finished.text, turns=finished.turns, messages=messages, reasoning=reasoning
-        )
+                messages = (*normal(prompt, "prompt"), *completion.messages)
+        return dataclasses.replace(completion, messages=messages)
 
     async def _close(self, world: Environment, calls: Sequence[asyncio.Task[None]]) -> None:
         CONTEXT.set(CallContext(threads=self._threads, threaded=self._config.threads > 1))

@@ -5,6 +5,7 @@ Threads move KV caches and read records.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,14 +44,13 @@ from dora_pipe.producers.tasks.calls import (
     GroupCall,
     PromptReady,
     RewardCall,
-    Said,
     SampledTurns,
     TaskEffect,
     TaskEvent,
     TaskFailed,
     one_line,
 )
-from dora_pipe.producers.tasks.task import Turn
+from dora_pipe.producers.tasks.task import Completion, Turn
 from dora_pipe.producers.worker.effects import (
     DropKv,
     EngineEffect,
@@ -169,7 +169,7 @@ class TaskPort:
             case RewardCall():
                 return self._score(effect)
             case GroupCall():
-                completions = tuple(map(self._said, effect.sampled))
+                completions = tuple(map(self._parsed, effect.sampled))
                 return replace(effect, completions=completions, sampled=())
             case AgentCall():
                 assert self._addresses is not None, "a source with an agent has an endpoint"
@@ -194,37 +194,40 @@ class TaskPort:
         conversation = self._conversations.pop(effect.request, None)
         sampled = effect.sampled
         assert sampled is not None, "the machine scores token ids"
-        messages: tuple[dict[str, Any], ...] = ()
-        reasoning = ""
-        answer = self._text(sampled.answer)
-        single = len(sampled.turns) == 1
-        turns = (answer,) if single else tuple(map(self._text, sampled.turns))
+        completion = self._completion(sampled)
         if effect.agent_answer is not None:
-            answer = effect.agent_answer
+            completion = dataclasses.replace(completion, text=effect.agent_answer)
         elif self._addresses is not None and self._chat is not None:
             turn = self._chat.parse(sampled.answer, sampled.before, ())
-            answer, reasoning = turn.text, turn.reasoning
+            completion = dataclasses.replace(completion, text=turn.text, reasoning=turn.reasoning)
         if conversation is not None:
             if (len(sampled.turns) + 1) // 2 > conversation.turns:  # the last was not answered
                 conversation.say(sampled.answer)
-            answer, reasoning = conversation.text, conversation.reasoning
-            messages = conversation.messages()
-        return replace(
-            effect,
-            text=answer,
-            turns=turns,
-            messages=messages,
-            reasoning=reasoning,
-            sampled=None,
-            agent_answer=None,
-        )
+            completion = dataclasses.replace(
+                completion,
+                text=conversation.text,
+                reasoning=conversation.reasoning,
+                messages=conversation.messages(),
+            )
+        return replace(effect, completion=completion, sampled=None, agent_answer=None)
 
-    def _said(self, sampled: SampledTurns) -> Said:
-        turns = tuple(map(self._text, sampled.turns))
+    def _completion(self, sampled: SampledTurns) -> Completion:
+        text = self._text(sampled.answer)
+        single = len(sampled.turns) == 1
+        turns = (text,) if single else tuple(map(self._text, sampled.turns))
+        return Completion(text=text, turns=turns)
+
+    def _parsed(self, sampled: SampledTurns) -> Completion:
+        completion = self._completion(sampled)
         if self._chat is None:
-            return Said(text=self._text(sampled.answer), turns=turns)
+            return completion
         turn = self._chat.parse(sampled.answer, sampled.before, ())
-        return Said(text=turn.text, turns=turns, turn=turn)
+        return Completion(
+            text=turn.text,
+            turns=completion.turns,
+            messages=(turn.message(),),
+            reasoning=turn.reasoning,
+        )
 
     def _failed(self, message: TaskEffect | TaskEvent, error: Exception) -> list[TaskFailed]:
         if isinstance(message, Forget):

@@ -86,7 +86,7 @@ def broken(call: GroupCall) -> TaskEvent:
 
 
 def coarse(call: RewardCall) -> TaskEvent:
-    reward = float(len(call.text) % 7 == 0)
+    reward = float(len(call.completion.text) % 7 == 0)
     return Rewarded(request=call.request, reward=reward, raw=None, parts={})
 
 
@@ -361,7 +361,7 @@ def test_an_agents_answer_is_scored_and_a_reward_of_its_own_is_not(recorded: Rec
     (asked,) = tasks.seen
     assert isinstance(asked, RewardCall)
     last = trajectory.meta.calls[-1]
-    assert asked.text.split() == [
+    assert asked.completion.text.split() == [
         str(token_id) for token_id in trajectory.token_ids[last.start : last.end]
     ]
     own = msgspec.structs.replace(trajectory.meta, rewarded_by="agent")

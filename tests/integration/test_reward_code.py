@@ -27,9 +27,10 @@ from dora_pipe.producers.rewards import programs
 from dora_pipe.producers.rewards.arguments import RewardContext
 from dora_pipe.producers.rewards.programs import read_tests
 from dora_pipe.producers.rewards.registry import Rewards
-from dora_pipe.producers.tasks.calls import RewardCall, Rewarded
+from dora_pipe.producers.tasks.calls import Rewarded
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.task import Completion, Retry, Reward
+from tests.support import task_pool
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]
@@ -265,15 +266,14 @@ def test_programs_run_beside_each_other_in_a_task_process_and_end_with_it(tmp_pa
     with TaskPool(config) as pool:
         pool.wait()
         for index, text in enumerate(texts):
-            asked = RewardCall(request=f"r{index}", split="train", index=0, text=text, turns=())
-            pool.submit(asked)
+            pool.submit(task_pool.score(f"r{index}", text))
         results: dict[str, float] = {}
         end = time.monotonic() + 60
         while len(results) < len(texts) and time.monotonic() < end:
             for event in pool.poll(wait_s=0.1):
                 assert isinstance(event, Rewarded), event
                 results[event.request] = event.reward
-        pool.submit(RewardCall(request="late", split="train", index=1, text=LATE, turns=()))
+        pool.submit(task_pool.score("late", LATE, 1))
         while MARK.encode() not in b"".join(_command_lines()) and time.monotonic() < end:
             pool.poll(wait_s=0.1)
     assert [results[f"r{index}"] for index in range(4)] == [1.0, 0.0, 1.0, 0.0]

@@ -20,11 +20,12 @@ from dora_pipe.producers.rewards import bounded
 from dora_pipe.producers.rewards.arguments import RewardContext
 from dora_pipe.producers.rewards.judge import Judge, JudgeClient
 from dora_pipe.producers.rewards.registry import Rewards
-from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.calls import Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from dora_pipe.producers.tasks.task import Retry, Reward
 from tests.support.judge_endpoint import Answer, Endpoint, completion, judge_endpoint
+from tests.support.task_pool import score
 
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
 ROW = {"question": "6 * 7", "prompt": "6 * 7"}
@@ -256,7 +257,7 @@ def test_the_rubric_is_digested(tmp_path: Path) -> None:
 
 def _scored(pool: TaskPool, texts: list[str]) -> dict[str, Rewarded | TaskFailed]:
     for index, text in enumerate(texts):
-        pool.submit(RewardCall(request=f"r{index}", split="train", index=0, text=text, turns=()))
+        pool.submit(score(f"r{index}", text))
     results: dict[str, Rewarded | TaskFailed] = {}
     end = time.monotonic() + 60
     while len(results) < len(texts) and time.monotonic() < end:

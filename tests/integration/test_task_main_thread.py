@@ -14,11 +14,10 @@ from dora_pipe.producers.tasks.calls import (
     GroupRewarded,
     PromptReady,
     Rewarded,
-    Said,
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.task import Turn
+from dora_pipe.producers.tasks.task import Completion, Turn
 from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score
 
 MODULE = r"""
@@ -133,8 +132,8 @@ def test_rewards_wait_for_the_main_thread(folder: Path) -> None:
 
 
 def test_rewards_of_groups_run_in_the_main_thread_on_every_attempt(folder: Path) -> None:
-    saids = tuple(Said(text=text, turns=(text,)) for text in "ab")
-    call = GroupCall(request="g", split="train", index=0, completions=saids)
+    completions = tuple(Completion(text=text, turns=(text,)) for text in "ab")
+    call = GroupCall(request="g", split="train", index=0, completions=completions)
     with TaskPool(task(folder, "plain", "group")) as pool:
         event = ask(pool, call)
         assert isinstance(event, GroupRewarded)

@@ -60,7 +60,7 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
     indices = {name: trajectory.meta.index for name, trajectory in world.trajectories().items()}
     assert len(call.completions) == len(indices) == 3
     assert all(
-        completion.turns == (completion.text,) and completion.turn is None
+        completion.turns == (completion.text,) and not completion.messages
         for completion in call.completions
     )
 

@@ -191,7 +191,8 @@ def test_reward_is_asked_for_with_what_the_model_said_last_unless_the_agent_says
     for ordinal in range(3):
         stage.place(worker, ordinal)
     stage.world.until_idle(worker)
-    asked = {call.index: call.text for call in worker.tasks.seen if isinstance(call, RewardCall)}
+    calls = [call for call in worker.tasks.seen if isinstance(call, RewardCall)]
+    asked = {call.index: call.completion.text for call in calls}
     assert asked == {0: " ".join(map(str, told(worker)[-1][1])), 1: "forty-two"}
     metas = (stage.trajectory(f"g000000000{index}-000").meta for index in range(3))
     given = [(meta.agent_answer, meta.rewarded_by, meta.reward_parts.get("a")) for meta in metas]

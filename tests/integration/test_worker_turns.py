@@ -38,9 +38,9 @@ def test_reward_sees_every_turn_and_the_last_answer() -> None:
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (call,) = [call for call in tasks.seen if isinstance(call, RewardCall)]
-    assert len(call.turns) == 4
-    assert call.turns[1] == call.turns[3] == "8 9"
-    assert call.text == call.turns[2]
+    assert len(call.completion.turns) == 4
+    assert call.completion.turns[1] == call.completion.turns[3] == "8 9"
+    assert call.completion.text == call.completion.turns[2]
 
 
 def test_turns_max_ends_by_length() -> None:

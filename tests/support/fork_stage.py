@@ -63,7 +63,7 @@ class Puzzles(InlineTasks):
 
     def _score(self, call: RewardCall) -> TaskEvent:
         self.told.pop(call.request, None)
-        reward = float(digest(str(call.turns)) % 2)
+        reward = float(digest(str(call.completion.turns)) % 2)
         return Rewarded(request=call.request, reward=reward, raw=None, parts={})
 
 

@@ -62,5 +62,5 @@ class Games(InlineTasks):
 
     def _score(self, call: RewardCall) -> TaskEvent:
         turns = self.told.pop(call.request)
-        value = Random(f"{turns} {call.turns}").random()
+        value = Random(f"{turns} {call.completion.turns}").random()
         return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(turns)})

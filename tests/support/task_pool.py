@@ -10,6 +10,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.calls import PromptCall, RewardCall, Rewarded, TaskEvent, TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.task import Completion
 
 LIMIT_S = 1.0
 """Limit for calls meant to hang; others get more on a busy machine."""
@@ -106,7 +107,8 @@ def survey(task: model.Task) -> TaskFacts:
 
 
 def score(request: str, text: str, index: int = 0) -> RewardCall:
-    return RewardCall(request=request, split="train", index=index, text=text, turns=(text,))
+    completion = Completion(text=text, turns=(text,))
+    return RewardCall(request=request, split="train", index=index, completion=completion)
 
 
 def prompt(request: str, index: int = 0) -> PromptCall:

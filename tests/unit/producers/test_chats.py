@@ -176,7 +176,8 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     asked = RewardCall(request="r", split="train", index=0, sampled=sampled)
     port.start(asked)
     call = pool.seen[-1]
-    assert [message["content"] for message in call.messages] == [  # type: ignore[union-attr]
+    assert isinstance(call, RewardCall)
+    assert [message["content"] for message in call.completion.messages] == [
         "Be brief.",
         "1+2?",
         "three",
@@ -186,4 +187,4 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     port.poll()
     sampled = SampledTurns(answer=last, turns=[last])
     port.start(RewardCall(request="r", split="train", index=0, sampled=sampled))
-    assert pool.seen[-1].messages == ()  # type: ignore[union-attr]
+    assert pool.seen[-1].completion.messages == ()  # type: ignore[union-attr]

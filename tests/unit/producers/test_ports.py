@@ -232,7 +232,7 @@ def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
     sampled = SampledTurns(answer=[8], before=[5, 6], turns=[[8]])
     port.start(RewardCall(request="a", split="train", index=0, sampled=sampled))
     assert isinstance(tasks.seen[-1], RewardCall)
-    assert tasks.seen[-1].text == "[5, 6] [8]"
+    assert tasks.seen[-1].completion.text == "[5, 6] [8]"
 
 
 def test_calls_go_to_the_pool_of_their_source_and_pools_may_serve_several() -> None:

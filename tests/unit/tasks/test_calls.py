@@ -27,7 +27,6 @@ from dora_pipe.producers.tasks.calls import (
     Refused,
     RewardCall,
     Rewarded,
-    Said,
     Setup,
     StillOpening,
     TaskFacts,
@@ -36,12 +35,13 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.task import Turn
+from dora_pipe.producers.tasks.task import Completion, Turn
 
+COMPLETION = Completion(text="a", turns=["a", ""], messages=[])
 DOWN: list[PipeFrame] = [
     Call(1, None, PromptCall(request="a", split="train", index=5)),
     Call(2, 1, EnvStep(request="a", turn=Turn(text='text with "quotes" and ünïcode\n'))),
-    Call(3, None, RewardCall(request="b", split="eval", index=0, text="", turns=("a", ""))),
+    Call(3, None, RewardCall(request="b", split="eval", index=0, completion=COMPLETION)),
     Call(
         4,
         None,
@@ -50,8 +50,8 @@ DOWN: list[PipeFrame] = [
             split="train",
             index=1,
             completions=(
-                Said(text="a", turns=("a",)),
-                Said(text="b", turns=("b",), turn=Turn(text="b")),
+                COMPLETION,
+                Completion(text="b", turns=["b"], messages=[Turn(text="b").message()]),
             ),
         ),
     ),

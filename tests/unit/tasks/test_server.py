@@ -30,7 +30,16 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
     unpack,
 )
-from dora_pipe.producers.tasks.task import Environment, Observation, Reward, Row, Split, Task, Turn
+from dora_pipe.producers.tasks.task import (
+    Completion,
+    Environment,
+    Observation,
+    Reward,
+    Row,
+    Split,
+    Task,
+    Turn,
+)
 
 
 class World(Environment):
@@ -88,7 +97,8 @@ def answer(task: Task, *calls: Call) -> TaskEvent:
     return Served(task).answer(*calls)
 
 
-SCORE = Call(7, None, RewardCall(request="a", split="train", index=0, text="t", turns=("t",)))
+COMPLETION = Completion(text="t", turns=("t",))
+SCORE = Call(7, None, RewardCall(request="a", split="train", index=0, completion=COMPLETION))
 PROMPT = Call(1, None, PromptCall(request="a", split="train", index=0))
 
 

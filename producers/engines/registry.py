@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.core.errors import ConfigError, install_hint
 from dora_pipe.core.system.own_code import importable, load_attribute, nearest
@@ -209,15 +207,7 @@ def _check_vllm_model(directory: Path, config: Config) -> None:
     context_tokens = config.workers.max_model_len
     need_positions(directory, context_tokens)
     if not config.workers.vllm.addresses:  # The sizes of a running server are set elsewhere.
-        need_kv_room(directory, _vllm_settings(config)["settings"], context_tokens)
-
-
-def _vllm_settings(config: Config) -> dict[str, Any]:
-    from dora_pipe.producers.engines.vllm.core import VllmSettings
-
-    keys = msgspec.structs.asdict(config.workers.vllm)
-    del keys["addresses"]
-    return {"settings": VllmSettings(**keys, sleep=config.workers.colocated > 0)}
+        need_kv_room(directory, config.workers.vllm, context_tokens)
 
 
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
@@ -235,9 +225,13 @@ def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
             hint=f"set {KEY_VARIABLE} as the server has it",
         )
     address = Address.of(addresses[0], key) if addresses else None
-    settings, routes = _vllm_settings(config), config.sampling.return_routed_experts
     engine = VllmEngine(
-        assets, **_sizes(config, decode), **settings, address=address, routes=routes
+        assets,
+        **_sizes(config, decode),
+        settings=config.workers.vllm,
+        sleep=config.workers.colocated > 0,
+        address=address,
+        routes=config.sampling.return_routed_experts,
     )
     evaluated = [config.eval_sampling(evaluation) for evaluation in config.evaluations]
     if engine.stock and not all(map(has_logprobs, (config.sampling, *evaluated))):

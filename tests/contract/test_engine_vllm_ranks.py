@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.core.errors import PolicyError
@@ -133,5 +134,5 @@ def test_who_starts_a_server_hears_that_line(tmp_path: Path) -> None:
     need_vllm()
     model = models.make_qwen2(tmp_path / "model")
     with pytest.raises(PolicyError, match=r"4 attention heads .* 3"):
-        settings = replace(SETTINGS, tensor_parallel_size=3)
+        settings = msgspec.structs.replace(SETTINGS, tensor_parallel_size=3)
         ServerProcess.start(model, settings, slots=4, context_tokens=256, threads=1)

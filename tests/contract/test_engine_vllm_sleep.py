@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dora_pipe.producers.engines.engine import SLEEP, Engine
 from dora_pipe.producers.engines.vllm.server import VllmEngine
@@ -21,7 +21,7 @@ from tests.support.vllm_servers import BUILDERS, CONTEXT_TOKENS, SETTINGS, need_
 KV_GB = 0.5
 """Of the KV cache, so that a GPU shows that it is gone."""
 
-SLEEPING = replace(SETTINGS, sleep=True, kv_cache_gb=KV_GB)
+SLEEPING = replace(SETTINGS, kv_cache_gb=KV_GB)
 
 
 @contextmanager
@@ -33,7 +33,9 @@ def opened(folder: Path) -> Iterator[tuple[Engine, Subject]]:
     first, second = (
         (store.weights_path(manifest.digest), manifest.digest) for manifest in manifests
     )
-    engine = VllmEngine(directories[0], settings=SLEEPING, slots=4, context_tokens=CONTEXT_TOKENS)
+    engine = VllmEngine(
+        directories[0], settings=SLEEPING, sleep=True, slots=4, context_tokens=CONTEXT_TOKENS
+    )
     engine.load(first[0], version=0, digest=first[1])
     try:
         yield (

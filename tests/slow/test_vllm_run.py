@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
+from dora_pipe.config.workers import Vllm
 from dora_pipe.launch.run_dir import opened
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.process import PROGRAM, ServerProcess
 from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
@@ -154,9 +154,7 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
 def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = ServerProcess.start(
-        directory / "model", VllmSettings(), slots=8, context_tokens=64, threads=1
-    )
+    server = ServerProcess.start(directory / "model", Vllm(), slots=8, context_tokens=64, threads=1)
     try:
         monkeypatch.setenv(KEY_VARIABLE, server.address.key)
         words = ("-o", "workers.count=1", "-o", "workers.engine=vllm")

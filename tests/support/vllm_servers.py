@@ -12,20 +12,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.vllm.core import (
     CPU_BUILD,
     ENVIRONMENT_DEFAULTS,
-    VllmSettings,
     version_of,
 )
 from dora_pipe.producers.engines.vllm.http import Address, call
@@ -41,7 +41,8 @@ from tests.support.user_run import until
 
 NOT_INSTALLED = "vllm is not installed: make test-vllm"
 CONTEXT_TOKENS = 256
-SETTINGS = VllmSettings(dtype=DTYPE, sleep=not ON_GPU)  # type: ignore[arg-type]
+SETTINGS = Vllm(dtype=DTYPE)  # type: ignore[arg-type]
+SLEEPS = not ON_GPU
 
 BUILDERS: dict[str, Callable[..., Path]] = {
     "qwen2": partial(models.make_qwen2, scale=8.0),
@@ -126,10 +127,11 @@ def start_server(
     )
     server = ServerProcess.start(
         model,
-        replace(settings, dtype=LORA_DTYPE) if lora_rank else settings,  # type: ignore[arg-type]
+        replace(settings, dtype=LORA_DTYPE) if lora_rank else settings,
         slots=SLOTS,
         context_tokens=CONTEXT_TOKENS,
         threads=1,
+        sleep=SLEEPS,
         lora_rank=lora_rank,
         max_resident_versions=ADAPTERS if lora_rank else 1,
     )
@@ -205,6 +207,7 @@ def open_shared(
         context_tokens=context_tokens,
         address=server.address,
         settings=SETTINGS,
+        sleep=SLEEPS,
         decode=decode,
         routes=routes,
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.vllm import wire
-from dora_pipe.producers.engines.vllm.core import SLEEP_LEVEL, VllmSettings
+from dora_pipe.producers.engines.vllm.core import SLEEP_LEVEL
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream, call
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
 from dora_pipe.producers.engines.vllm.process import ServerProcess
@@ -199,9 +199,9 @@ class VllmServerClient:
             raise self.gone(error) from None
 
 
-def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
-    """Raise ConfigError if sleep is needed but disabled."""
-    if settings.sleep and facts.device != "cpu" and not facts.sleeps:
+def check_sleep(facts: wire.ServerFacts) -> None:
+    """Raise ConfigError for a server that cannot sleep."""
+    if facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
             "vLLM's server cannot release its memory, but the worker is colocated",
             hint="start it with --sleep, or a run with workers.colocated = 0",

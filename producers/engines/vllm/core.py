@@ -10,11 +10,11 @@ import errno
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, install_hint
 from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.simulated import mix64
@@ -66,36 +66,14 @@ _DEVICE_WORDS: Final = ("memory", "cuda error", "nccl")
 GPU_FREE_MIN: Final = 0.01
 """Free GPU share required at start. vLLM's default, nearly all, prevents sharing the GPU."""
 
+DEFAULTS: Final = Vllm()
+
 SLEEP_LEVEL: Final = 2
 """Drop weights instead of keeping them on the host."""
 
 WEIGHTS_TAG: Final = "weights"
 KV_TAG: Final = "kv_cache"
 """vLLM's tags of memory to allocate again."""
-
-Dtype = Literal["float32", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """User settings of vLLM besides slots and context."""
-
-    dtype: Dtype = "float32"
-    enforce_eager: bool = True
-    kv_cache_gb: float = 0.0
-    """GiB of the KV cache; 0: full contexts in all slots."""
-    tensor_parallel_size: int = 1
-    """Processes that split each layer."""
-    pipeline_parallel_size: int = 1
-    """Groups that split the layers."""
-    sleep: bool = False
-    """Enable sleep; on a GPU with another allocator, one per process."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Other options (see `options`)."""
-
-    @property
-    def parts(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> None:
@@ -145,8 +123,10 @@ def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
 
 
 def arguments(
-    model_dir: Path, settings: VllmSettings, *, slots: int, context_tokens: int
+    model_dir: Path, settings: Vllm, *, sleep: bool, slots: int, context_tokens: int
 ) -> dict[str, Any]:
+    """Return vLLM's arguments for these settings; `sleep` enables the release of memory, which
+    needs another allocator on a GPU, one per process."""
     device = device_name()
     need_positions(model_dir, context_tokens)
     need_kv_room(model_dir, settings, context_tokens, BLOCK_TOKENS[device])
@@ -172,12 +152,12 @@ def arguments(
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "seed": 0,
-        "enable_sleep_mode": settings.sleep and device == "cuda",
+        "enable_sleep_mode": sleep and device == "cuda",
     }
 
 
 def need_kv_room(
-    model_dir: Path, settings: VllmSettings, context_tokens: int, block: int | None = None
+    model_dir: Path, settings: Vllm, context_tokens: int, block: int | None = None
 ) -> None:
     """Raise ConfigError if the KV cache cannot hold a context besides vLLM's reserved block."""
     config = read_config(model_dir)
@@ -185,7 +165,7 @@ def need_kv_room(
     if not settings.kv_cache_gb or family not in FAMILIES or window_of(config, family) is not None:
         return  # All slots fit, or only vLLM knows the size.
     block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
-    parts = settings.parts
+    parts = settings.gpus
     token = token_kv_values(config, settings) * itemsize_of(settings)
     held = int(settings.kv_cache_gb * 2**30) // parts // (token * block)
     needed = math.ceil(context_tokens / block) + 1
@@ -222,19 +202,18 @@ def device_name() -> str:
     return "cuda"
 
 
-def need_gpus(settings: VllmSettings, visible: int) -> None:
+def need_gpus(settings: Vllm, visible: int) -> None:
     """Raise ConfigError for too few GPUs, before the server starts."""
-    needed = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    if needed > visible:
+    if settings.gpus > visible:
         raise ConfigError(
             f"workers.vllm.tensor_parallel_size {settings.tensor_parallel_size} and "
             f"pipeline_parallel_size {settings.pipeline_parallel_size} need "
-            f"{needed} GPUs, and a worker sees {visible} here",
+            f"{settings.gpus} GPUs, and a worker sees {visible} here",
             hint="list GPUs with nvidia-smi -L; select them with workers.gpus",
         )
 
 
-def check_parts(model: Any, settings: VllmSettings) -> None:
+def check_parts(model: Any, settings: Vllm) -> None:
     """Raise ValueError if the processes cannot split the model."""
     heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel_size
     if heads % parts:
@@ -269,23 +248,21 @@ def token_seed(seed: int, position: int) -> int:
     return mix64(mix64(seed) ^ position) >> 1
 
 
-def _kv_bytes(
-    model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
-) -> int:
+def _kv_bytes(model_dir: Path, settings: Vllm, slots: int, context_tokens: int, device: str) -> int:
     if settings.kv_cache_gb:
-        return int(settings.kv_cache_gb * 2**30) // settings.parts
+        return int(settings.kv_cache_gb * 2**30) // settings.gpus
     block = BLOCK_TOKENS[device]
     blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
     values = token_kv_values(read_config(model_dir), settings)
     return blocks * block * values * itemsize_of(settings)
 
 
-def itemsize_of(settings: VllmSettings) -> int:
+def itemsize_of(settings: Vllm) -> int:
     """Return the bytes of a KV cache value."""
     return 4 if settings.dtype == "float32" else 2
 
 
-def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSettings()) -> int:
+def token_kv_values(config: Mapping[str, Any], settings: Vllm = DEFAULTS) -> int:
     """Return the KV cache values per token, in the process with most layers. Raises PolicyError if
     sizes are missing."""
     parts, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size

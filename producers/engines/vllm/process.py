@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, call
 from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.producers.engines.vllm.wire import HEALTH
@@ -46,7 +46,7 @@ class ServerProcess:
 
     Example::
 
-        server = ServerProcess.start(Path("model"), VllmSettings(), slots=64,
+        server = ServerProcess.start(Path("model"), Vllm(), slots=64,
                                      context_tokens=1024, threads=1)
         server.check()
         server.close()
@@ -62,11 +62,12 @@ class ServerProcess:
     def start(
         cls,
         model_dir: Path,
-        settings: VllmSettings,
+        settings: Vllm,
         *,
         slots: int,
         context_tokens: int,
         threads: int,
+        sleep: bool = False,
         lora_rank: int = 0,
         max_resident_versions: int = 1,
     ) -> ServerProcess:
@@ -80,8 +81,8 @@ class ServerProcess:
         words += ["--pipeline-parallel-size", str(settings.pipeline_parallel_size)]
         words += ["--max-resident-versions", str(max_resident_versions)]
         words += [] if settings.enforce_eager else ["--graphs"]
-        words += ["--sleep"] if settings.sleep else []
-        words += ["--args", json.dumps(dict(settings.args))] if settings.args else []
+        words += ["--sleep"] if sleep else []
+        words += ["--args", json.dumps(settings.args)] if settings.args else []
         report, theirs = os.pipe()
         key = secrets.token_urlsafe(KEY_BYTES)
         try:

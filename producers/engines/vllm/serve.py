@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError, DoraError
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.options import check_args, command_words, option_of
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
@@ -149,19 +149,22 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings = VllmSettings(
+    settings = Vllm(
         dtype=asked.dtype,
         enforce_eager=not asked.graphs,
         kv_cache_gb=asked.kv_cache_gb,
         tensor_parallel_size=asked.tensor_parallel_size,
         pipeline_parallel_size=asked.pipeline_parallel_size,
-        sleep=asked.sleep,
         args=asked.args,
     )
     arguments: argparse.Namespace = vllm_parser().parse_args(command_words(asked.args))
     given = {option_of(name) for name in asked.args}
     engine = vllm_core.arguments(
-        asked.model, settings, slots=asked.max_num_seqs, context_tokens=asked.max_model_len
+        asked.model,
+        settings,
+        sleep=asked.sleep,
+        slots=asked.max_num_seqs,
+        context_tokens=asked.max_model_len,
     )
     from dora_pipe.producers.engines.vllm import kv as vllm_kv
     from dora_pipe.producers.engines.vllm.weights import BACKEND

@@ -22,12 +22,13 @@ import logging
 import selectors
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import InvariantBroken, ResourceError
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.engines.base import EngineBase, check_sizes
@@ -57,10 +58,10 @@ from dora_pipe.producers.engines.vllm.client import (
 )
 from dora_pipe.producers.engines.vllm.core import (
     BLOCK_TOKENS,
+    DEFAULTS,
     KV_TAG,
     TESTED,
     WEIGHTS_TAG,
-    VllmSettings,
 )
 from dora_pipe.producers.engines.vllm.http import NOT_FOUND, Address, HttpStream
 from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY
@@ -88,7 +89,7 @@ REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """Finish reasons of vLLM; others are errors."""
 
 NO_ALLOCATOR: Final = (
-    "vLLM has no allocator there that releases memory; an colocated worker sleeps, holds no"
+    "vLLM has no allocator there that releases memory; a colocated worker sleeps, holds no"
     " request and no version, and keeps its memory"
 )
 
@@ -175,7 +176,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         slots: int,
         context_tokens: int,
         threads: int = 1,
-        settings: VllmSettings | None = None,
+        settings: Vllm = DEFAULTS,
+        sleep: bool = False,
         address: Address | None = None,
         decode: Decode | None = None,
         clock: Clock | None = None,
@@ -185,24 +187,26 @@ class VllmEngine(EngineBase[VllmRequest]):
     ) -> None:
         """Connect to `address`, or start a server.
 
-        `lora_rank` and `max_resident_versions` bound the adapters on one base; `routes` enables
-        routed experts. Raises ConfigError for invalid or unavailable sizes, PolicyError for an
-        unsupported model, ResourceError if the server does not start.
+        `sleep` enables the release of memory, `routes` routed experts; `lora_rank` and
+        `max_resident_versions` bound the adapters on one base. Raises ConfigError for invalid or
+        unavailable sizes, PolicyError for an unsupported model, ResourceError if the server does
+        not start.
         """
         check_sizes(slots, context_tokens, threads)
-        settings, ids = settings or VllmSettings(), unassigned_ids(model_dir)
+        ids = unassigned_ids(model_dir)
         if address is not None:
             self._server = client_of(address)
         else:
             sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
             adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}
-            process = ServerProcess.start(model_dir, settings, **sizes, **adapters)
+            process = ServerProcess.start(model_dir, settings, sleep=sleep, **sizes, **adapters)
             self._server = VllmServerClient(process.address, process)
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes, unassigned=ids)
             check_room(facts, slots, context_tokens, lora_rank, max_resident_versions)
-            check_sleep(facts, settings)
+            if sleep:
+                check_sleep(facts)
             super().__init__(
                 slots=slots,
                 context_tokens=context_tokens,
@@ -210,7 +214,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 decode=decode,
                 clock=clock,
             )
-            self._begin(settings)
+            self._begin(settings.args)
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
@@ -218,7 +222,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 COUNTER_SAMPLING: True,
                 LORA if lora_rank else PARTIAL_ROLLOUT: True,
                 UNASSIGNED_LEFT_OUT: bool(ids),
-                SLEEP: settings.sleep,
+                SLEEP: sleep,
                 KV_EXPORT: bool(self._layout),
                 ROUTES: routes,
             }
@@ -228,15 +232,17 @@ class VllmEngine(EngineBase[VllmRequest]):
                 self._warm_up(self._server.label())
             self.declares = frozenset(name for name, has in capabilities.items() if has)
             undo.pop_all()
+        if sleep and self.device == "cpu":
+            LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
-    def _begin(self, settings: VllmSettings) -> None:
+    def _begin(self, args: Mapping[str, Any]) -> None:
         facts = self._facts
-        self.version = facts.version + described(settings.args)
+        self.version = facts.version + described(args)
         self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
         if not facts.version.startswith(TESTED):
             LOG.warning("vLLM %s is untested; tested: %sx", facts.version, TESTED)
         self._vocabulary = facts.vocabulary
-        self._prefix_cache = settings.args.get("enable_prefix_caching", True) and not facts.stock
+        self._prefix_cache = args.get("enable_prefix_caching", True) and not facts.stock
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._selector = selectors.DefaultSelector()
         self._streams: dict[str, Stream] = {}
@@ -247,8 +253,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._label = ""
         """Label of the loaded weights; empty before and during a load."""
         self._asleep = False
-        if settings.sleep and self.device == "cpu":
-            LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
     @property
     def kv_tokens(self) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
-from dora_pipe.producers.engines.vllm.core import GPU_FREE_MIN, VllmSettings
+from dora_pipe.producers.engines.vllm.core import GPU_FREE_MIN
 from dora_pipe.producers.engines.vllm.weights import on_device
 from tests.support.models import make_qwen2
 
@@ -53,7 +54,7 @@ def test_engines_and_trainer_may_share_a_gpu_of_which_each_takes_what_its_slots_
         monkeypatch.setattr(vllm_core, "device_name", lambda device=device: device)
         monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
         replies[device] = vllm_core.arguments(
-            model, VllmSettings(kv_cache_gb=2.0), slots=4, context_tokens=64
+            model, Vllm(kv_cache_gb=2.0), sleep=False, slots=4, context_tokens=64
         )
     assert replies["cuda"]["gpu_memory_utilization"] == GPU_FREE_MIN
     assert replies["cuda"]["kv_cache_memory_bytes"] == 2 * GIB
@@ -66,9 +67,9 @@ def test_a_server_of_more_parts_than_gpus_is_refused_before_it_starts(
     model = make_qwen2(tmp_path / "model")
     monkeypatch.setattr(vllm_core, "device_name", lambda: "cuda")
     monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
-    for parts in (VllmSettings(tensor_parallel_size=2), VllmSettings(pipeline_parallel_size=2)):
+    for parts in (Vllm(tensor_parallel_size=2), Vllm(pipeline_parallel_size=2)):
         with pytest.raises(ConfigError, match="need 2 GPUs, and a worker sees 1 here") as caught:
-            vllm_core.arguments(model, parts, slots=4, context_tokens=64)
+            vllm_core.arguments(model, parts, sleep=False, slots=4, context_tokens=64)
         assert "workers.gpus" in str(caught.value.hint)
 
 

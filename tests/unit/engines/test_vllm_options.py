@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.options import REASONS, check_args, command_words
 from dora_pipe.producers.engines.vllm.serve import vllm_parser
@@ -59,7 +59,7 @@ def test_options_become_words_of_vllms_command_line() -> None:
 
 def test_options_are_part_of_the_version_that_a_worker_reports(tmp_path: Path) -> None:
     server = FakeVllm()
-    settings = VllmSettings(args={"swap_space": 2, "enable_prefix_caching": False})
+    settings = Vllm(args={"swap_space": 2, "enable_prefix_caching": False})
     engine = VllmEngine(
         tmp_path,
         slots=2,

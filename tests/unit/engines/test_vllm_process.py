@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
 from dora_pipe.producers.engines.vllm import process as vllm_process
 from dora_pipe.producers.engines.vllm import serve as vllm_serve
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, call
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.server import VllmEngine
@@ -26,7 +26,7 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(model: str) -> ServerProcess:
-    settings = VllmSettings(kv_cache_gb=0.5, enforce_eager=False, args={"swap_space": 2})
+    settings = Vllm(kv_cache_gb=0.5, enforce_eager=False, args={"swap_space": 2})
     return ServerProcess.start(Path(model), settings, slots=3, context_tokens=64, threads=1)
 
 

@@ -21,7 +21,6 @@ from dora_pipe.producers.engines.engine import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.vllm import server as vllm_server
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.schemas.routes import Routes
@@ -59,7 +58,7 @@ def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
             context_tokens=context_tokens,
             address=Address.of(server.url, server.key),
             decode=decode,
-            settings=VllmSettings(sleep=True),
+            sleep=True,
         )
         engine.load(first[0], version=0, digest=first[1])
         opened.append(engine)

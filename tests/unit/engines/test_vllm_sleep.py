@@ -10,7 +10,6 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.engine import SLEEP
-from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import NO_ALLOCATOR, VllmEngine
 from tests.support.engine_contract import request, run
@@ -26,8 +25,8 @@ def server() -> Iterator[FakeVllm]:
 
 def opened(server: FakeVllm, folder: Path, *, sleep: bool = True) -> VllmEngine:
     (folder / "a").write_text("a" * 64)
-    address, settings = Address.of(server.url, server.key), VllmSettings(sleep=sleep)
-    return VllmEngine(folder, slots=2, context_tokens=64, address=address, settings=settings)
+    address = Address.of(server.url, server.key)
+    return VllmEngine(folder, slots=2, context_tokens=64, address=address, sleep=sleep)
 
 
 def test_server_lets_go_of_all_and_takes_weights_before_it_takes_room_for_caches(

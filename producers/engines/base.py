@@ -203,7 +203,7 @@ class EngineBase(Generic[R]):
             self._interrupt(row)
         loaded = self._replaced(held, weights, version, digest, started_ns)
         for row in self._rows.values():
-            self._go_on(row)
+            self._resume(row)
         return [*(event for event in pending if event is not None), loaded]
 
     def kv_error(self, request: EngineRequest) -> str | None:
@@ -228,13 +228,13 @@ class EngineBase(Generic[R]):
         if row is None:
             return None
         exported = Exported(sampled=self._emit(row), kv=self._kv_of(row))
-        self._let_go(row)
+        self._release(row)
         return exported
 
     def cancel(self, request: str) -> None:
         row = self._rows.get(request)
         if row is not None:
-            self._let_go(row)
+            self._release(row)
 
     def close(self) -> None:
         for request in list(self._rows):
@@ -295,13 +295,13 @@ class EngineBase(Generic[R]):
     def _interrupt(self, row: R) -> None:
         """Prepare a row for a weight change."""
 
-    def _go_on(self, row: R) -> None:
+    def _resume(self, row: R) -> None:
         """Resume a row after a weight change."""
 
     def _emit(self, row: R) -> TokensSampled | None:
         return row.emit()
 
-    def _let_go(self, row: R) -> None:
+    def _release(self, row: R) -> None:
         """Free the row's slot, in any state."""
         del self._rows[row.request.request]
 

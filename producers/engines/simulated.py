@@ -168,7 +168,7 @@ class SimulatedEngine(EngineBase[_Row]):
             reason = self._advance(row)
             events += row.events(reason)
             if reason is not None:
-                self._let_go(row)
+                self._release(row)
         return events
 
     @property
@@ -187,7 +187,7 @@ class SimulatedEngine(EngineBase[_Row]):
     def _has_weights(self) -> bool:
         return not self._asleep
 
-    def _go_on(self, row: _Row) -> None:
+    def _resume(self, row: _Row) -> None:
         row.computed, row.under = False, self._versions.of(row.request)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:

@@ -144,7 +144,7 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     message: str
-    here: bool = False
+    local: bool = False
     """Another worker may succeed."""
     hint: str | None = None
 

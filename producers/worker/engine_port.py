@@ -256,6 +256,6 @@ def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:
     if isinstance(error, InvariantBroken):
         raise error
     # Known faults of a version or of the run occur on every worker.
-    here = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
+    local = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
     hint = error.hint if isinstance(error, DoraError) else None
-    return [LoadFailed(version=effect.version, message=reason(error), here=here, hint=hint)]
+    return [LoadFailed(version=effect.version, message=reason(error), local=local, hint=hint)]

@@ -32,10 +32,10 @@ from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "length": "length"}
 
 
-TOLD_AGAIN: Final = "episodes told again"
+EPISODES_REPLAYED: Final = "episodes told again"
 """Counter of replays."""
 
-RETELLINGS_MAX: Final = 16
+REPLAYS_MAX: Final = 16
 """Replays before the request fails."""
 
 
@@ -72,8 +72,8 @@ class Episodes:
         if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
             requests.episode_lost(request, event, now)
             return
-        request.retellings += 1
-        if requests.starts_again(request, event, now, request.retellings <= RETELLINGS_MAX):
+        request.replays += 1
+        if requests.starts_again(request, event, now, request.replays <= REPLAYS_MAX):
             requests.leave_engine(request)
             requests.drop_kv(request)
             request.turn.replay.clear()
@@ -89,11 +89,11 @@ class Episodes:
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
-        self._requests.counts[TOLD_AGAIN] += 1
+        self._requests.counts[EPISODES_REPLAYED] += 1
         request.turn.replay.extend(sequence.exchanges())
-        self._tell(request, now)
+        self._replay_next(request, now)
 
-    def _tell(self, request: RequestState, now: Now) -> None:
+    def _replay_next(self, request: RequestState, now: Now) -> None:
         requests = self._requests
         if request.turn.replay:
             requests.counts["turns told again"] += 1
@@ -116,7 +116,7 @@ class Episodes:
         if why:
             self._differs(request, f"the answer to turn {recorded.turn} {why}", now)
         else:
-            self._tell(request, now)
+            self._replay_next(request, now)
 
     def environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         if not request.turn.replay:

@@ -42,7 +42,7 @@ from dora_pipe.producers.worker.effects import (
     WorkerEffect,
     WorkerEvent,
 )
-from dora_pipe.producers.worker.episodes import TOLD_AGAIN, Episodes
+from dora_pipe.producers.worker.episodes import EPISODES_REPLAYED, Episodes
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
@@ -81,14 +81,14 @@ from dora_pipe.store.transfers.transfers import weights_url
 WorkerOutcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker."""
 
-CALLS_SAID_MAX: Final = 8
+CALLS_REPORTED_MAX: Final = 8
 
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
 """Least interval between statuses after progress records; a lost request resumes from the last
 status."""
 
 
-OFF_ENGINE_NEWS_SHARE: Final = 8
+OFF_ENGINE_CHANGE_SHARE: Final = 8
 """Divisor: a change in off-engine requests by 1/8 of the slots triggers a status early."""
 
 
@@ -139,7 +139,7 @@ class WorkerMachine:
         self.loaded = LoadedVersions(setup.max_resident_versions)
         self.outcome: WorkerOutcome = "running"
         self.error = ""
-        self.error_here = False
+        self.error_is_local = False
         self.error_hint: str | None = None
         self.fenced_for = ""
         self.run_over = False
@@ -177,7 +177,7 @@ class WorkerMachine:
             if not self.finished:
                 self._handle(event, now)
         if not self.finished:
-            self._go_on(now)
+            self._act(now)
         if self.outcome in ("fenced", "replaced"):
             self.requests.drop_all()
             return Outputs()
@@ -210,7 +210,7 @@ class WorkerMachine:
             case LoadFailed():
                 self.error_hint = event.hint
                 error = f"worker {name} cannot host version {event.version}: {event.message}"
-                self._fail(error, event.here, now)
+                self._fail(error, event.local, now)
             case EngineFailed():
                 self._fail(f"the engine of worker {name} failed: {event.message}", True, now)
             case StopAsked():
@@ -248,8 +248,8 @@ class WorkerMachine:
             self.requests.weights_replaced(self.served, now)
         self._ready(event.load_ms, now, event.fallbacks)
 
-    def _fail(self, error: str, here: bool, now: Now) -> None:
-        self.loading, self.error, self.error_here = None, error, here
+    def _fail(self, error: str, local: bool, now: Now) -> None:
+        self.loading, self.error, self.error_is_local = None, error, local
         self._leave(error, now)
 
     # Decisions
@@ -257,7 +257,7 @@ class WorkerMachine:
     def _obey(self, decision: Decision, now: Now) -> None:
         match decision:
             case Schedule():
-                self._on_place(decision, now)
+                self._on_schedule(decision, now)
             case Cancel() if self._mine(decision):
                 self.requests.cancel(decision.trajectory, decision.attempt)
             case Migrate() if self._mine(decision):
@@ -274,7 +274,7 @@ class WorkerMachine:
             case StopRun():
                 self.run_over = True
                 self._leaving = self._leaving or f"{RUN_STOPPED}: {decision.reason}"
-                self._left(now)
+                self._end(now)
 
     def _mine(
         self, decision: Assign | Cancel | Drain | Fence | Migrate | Schedule | ScoreGroup
@@ -288,7 +288,7 @@ class WorkerMachine:
             self.requests.counts["decisions for an earlier incarnation"] += 1
         return decision.incarnation == self.setup.incarnation
 
-    def _on_place(self, schedule: Schedule, now: Now) -> None:
+    def _on_schedule(self, schedule: Schedule, now: Now) -> None:
         if schedule.worker != self.setup.worker:
             return
         mine = self._mine(schedule)
@@ -340,14 +340,14 @@ class WorkerMachine:
 
     # Next actions
 
-    def _go_on(self, now: Now) -> None:
+    def _act(self, now: Now) -> None:
         requests = self.requests
         requests.report(now)
         requests.write_progress()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
         idle = requests.idle and (self._leaving or not self.scorings)
         if late or ((self._leaving or self._draining) and idle):
-            self._left(now)
+            self._end(now)
             return
         if self.loading is None and not self._leaving:
             if self.loaded.several:
@@ -362,14 +362,14 @@ class WorkerMachine:
         self._hurry_status(now)
         if now.mono_ns >= self._schedule.due_ns:
             self._status(now)
-        self._off_engine_due_ns = self._off_engine_news_ns()
+        self._off_engine_due_ns = self._off_engine_change_ns()
 
     def _hurry_status(self, now: Now) -> None:
         reported, least = self._known_off_engine()
         if abs(self._off_engine_now(now) - reported) >= least:
             self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
 
-    def _off_engine_news_ns(self) -> int:
+    def _off_engine_change_ns(self) -> int:
         reported, least = self._known_off_engine()
         reaches_ns = self.requests.off_engine.reaches_ns
         if not self.requests.tokens_total:
@@ -381,7 +381,7 @@ class WorkerMachine:
         status."""
         last, ended = self._off_engine
         reported = max(0, last - (self.requests.ended - ended))
-        return reported, max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
+        return reported, max(1, self.setup.slots // OFF_ENGINE_CHANGE_SHARE)
 
     def _off_engine_now(self, now: Now) -> int:
         """Counting starts at the first token, after task processes have started."""
@@ -428,14 +428,14 @@ class WorkerMachine:
         self._leave_by_ns = now.mono_ns + self.setup.stop_timeout_ns
         self.requests.leave()
 
-    def _left(self, now: Now) -> None:
+    def _end(self, now: Now) -> None:
         requests = self.requests
         record = WorkerLeft(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
             incarnation=self.setup.incarnation,
             reason=self._leaving or self._draining,
-            progress={**requests.left, **requests.progress()},
+            progress={**requests.abandoned_progress, **requests.progress()},
         )
         self._publish(self.setup.topics.control, record)
         self.outcome = "failed" if self.error else "left"
@@ -447,7 +447,7 @@ class WorkerMachine:
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
         waiting, prompts = self.waits(now.mono_ns), self._prompt_tokens()
-        calls = requests.asked_calls(CALLS_SAID_MAX)
+        calls = requests.unanswered_calls(CALLS_REPORTED_MAX)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.update(waiting, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
@@ -464,7 +464,7 @@ class WorkerMachine:
             off_engine=self._off_engine_now(now),
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
-            with_agent=requests.thinking,
+            with_agent=requests.thinking_sessions,
             calls_open=calls.count,
             call_since_ns=calls.oldest[0].since_ns if calls.oldest else 0,
             calls_oldest=calls.oldest,
@@ -473,7 +473,7 @@ class WorkerMachine:
             prompt_tokens_reused=prompts.reused,
             failing=self._failing(),
             episodes_restarted=requests.counts[STARTED_AGAIN],
-            episodes_replayed=requests.counts[TOLD_AGAIN],
+            episodes_replayed=requests.counts[EPISODES_REPLAYED],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

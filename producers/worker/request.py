@@ -199,7 +199,7 @@ class RequestState:
     call: OpenCall | None = None
     restarts: int = 0
     """Restarts from the prompt after its episode was lost."""
-    retellings: int = 0
+    replays: int = 0
     """Replays after its episode was lost."""
     chain: ProgressChain = field(default_factory=ProgressChain)
     cache: MovedCache = field(default_factory=MovedCache)

@@ -121,13 +121,13 @@ class RequestTable:
         return len(self.by_key) - self._calls
 
     @property
-    def thinking(self) -> int:
+    def thinking_sessions(self) -> int:
         requests = self.by_key.values()
         return sum(
             request.phase is Phase.AGENT and not self._on_engine(request) for request in requests
         )
 
-    def asked_calls(self, most: int) -> UnansweredCalls:
+    def unanswered_calls(self, most: int) -> UnansweredCalls:
         unanswered = [
             (request.call.asked_ns, key, request.place.trajectory, request.call.number)
             for key, request in self.by_key.items()
@@ -175,7 +175,7 @@ class RequestTable:
     def ask(self, effect: WorkerEffect) -> None:
         self.out.effects.append(effect)
 
-    def say(self, key: str, record: Control, *, tag: str = "") -> None:
+    def publish_control(self, key: str, record: Control, *, tag: str = "") -> None:
         """Publish a control record; a tag requests an acknowledgement."""
         append = Append(topic=self.setup.topics.control, key=key.encode(), value=encode(record))
         self.out.publish.append(Publish(record=append, tag=tag))
@@ -192,7 +192,7 @@ class RequestTable:
                     digest=digest,
                     trajectories=tuple(part),
                 )
-                self.say(self.setup.worker, record)
+                self.publish_control(self.setup.worker, record)
         self.logged.clear()
 
     @property
@@ -358,19 +358,19 @@ class RequestTable:
             message=message,
             retryable=retryable,
         )
-        self.say(scheduled.trajectory, record)
+        self.publish_control(scheduled.trajectory, record)
 
     def abandon(self, request: RequestState) -> None:
         self.drop_kv(request)
-        self.let_go(request)
+        self.release(request)
 
-    def let_go(self, request: RequestState) -> None:
+    def release(self, request: RequestState) -> None:
         """Drop a request, except its KV cache, which may have another owner."""
         self.leave_engine(request)
         self.end_session(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING, Phase.AGENT):
             self.ask(Forget(request=request.key, source=request.source))
-        self.gone(request)
+        self.remove(request)
 
     def end_session(self, request: RequestState) -> None:
         if request.session is None or request.phase is not Phase.AGENT:
@@ -379,7 +379,7 @@ class RequestTable:
         for key in list(request.session.open.values()):
             call = self.by_key[key]
             self.leave_engine(call)
-            self.gone(call)
+            self.remove(call)
 
     def close_session(self, request: RequestState) -> None:
         self.ask(CloseSession(request=request.key, source=request.source))
@@ -395,7 +395,7 @@ class RequestTable:
             self.ask(DropKv(blob=request.cache.blob))
         request.cache.blob = request.cache.kv = None
 
-    def gone(self, request: RequestState) -> None:
+    def remove(self, request: RequestState) -> None:
         if request.phase in GENERATING:
             self._count_generating(request, -1)
         self._phases[request.phase] -= 1

@@ -95,7 +95,7 @@ class Requests(RequestTable):
         super().__init__(setup, codec)
         self.served = NOTHING
         self.tokens_total = 0
-        self.left: dict[str, Resume] = {}
+        self.abandoned_progress: dict[str, Resume] = {}
 
     # Placed: PROMPTING, RESUMING, FETCHING
 
@@ -384,7 +384,7 @@ class Requests(RequestTable):
         spec = request.place.spec
         entries = self.logged.setdefault((spec.version, spec.digest), [])
         entries.append(logged_of(request, offset=event.offset))
-        self.gone(request)
+        self.remove(request)
 
     # Progress records
 
@@ -394,7 +394,7 @@ class Requests(RequestTable):
         )
         request.chain.open = False
         if request.phase is Phase.LEAVING:
-            self._put_down_if_durable(request)
+            self._abandon_if_durable(request)
         elif request.phase is Phase.RELEASING:
             self._release_if_durable(request, now)
         elif request.phase is Phase.RUNNING:
@@ -450,9 +450,9 @@ class Requests(RequestTable):
             self._release(request, now)
 
     def _release(self, request: RequestState, now: Now) -> None:
-        self.say(request.place.trajectory, released_of(request, self.setup, now))
+        self.publish_control(request.place.trajectory, released_of(request, self.setup, now))
         self.counts["released"] += 1
-        self.let_go(request)
+        self.release(request)
 
     # Leaving with the worker
 
@@ -462,17 +462,17 @@ class Requests(RequestTable):
             if request.recorded and (request.episode or request.phase is Phase.RUNNING):
                 self.leave_engine(request)
                 self.enter(request, Phase.LEAVING)
-                self._put_down_if_durable(request)
+                self._abandon_if_durable(request)
             else:
-                self._put_down(request)
+                self._abandon_with_progress(request)
 
-    def _put_down_if_durable(self, request: RequestState) -> None:
+    def _abandon_if_durable(self, request: RequestState) -> None:
         if self.all_durable(request):
-            self._put_down(request)
+            self._abandon_with_progress(request)
 
-    def _put_down(self, request: RequestState) -> None:
+    def _abandon_with_progress(self, request: RequestState) -> None:
         if request.chain.resume is not None:
-            self.left[request.place.trajectory] = request.chain.resume
+            self.abandoned_progress[request.place.trajectory] = request.chain.resume
         self.abandon(request)
 
 

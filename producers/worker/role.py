@@ -80,7 +80,7 @@ LOG = logging.getLogger(__name__)
 POLL_S: Final = 0.25
 
 
-FAILING_SAID_MAX: Final = 8
+FAILING_REPORTED_MAX: Final = 8
 
 REJOINS_MAX: Final = 8
 
@@ -165,7 +165,7 @@ def run_worker(
     run = wait_for_run(bus, topics, stop, clock)
     if run is None:
         return
-    here = _Worker(
+    process = _Worker(
         bus=bus,
         topics=topics,
         name=worker,
@@ -184,10 +184,10 @@ def run_worker(
     )
     instances: set[str] = set()
     for _ in range(REJOINS_MAX + 1):
-        incarnation, outcome = _incarnation(here, instances)
+        incarnation, outcome = _incarnation(process, instances)
         if outcome not in ("fenced", "replaced"):
             return
-        _check_name_is_free(here, incarnation, instances)
+        _check_name_is_free(process, incarnation, instances)
         LOG.warning("worker %s was fenced (incarnation %d); joining again", worker, incarnation)
     raise Fenced(
         f"worker {worker} was fenced {REJOINS_MAX + 1} times",
@@ -263,45 +263,47 @@ def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
     )
 
 
-def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, WorkerOutcome]:
+def _incarnation(process: _Worker, instances: set[str]) -> tuple[int, WorkerOutcome]:
     """Run one incarnation; incarnation -1 if it never joined."""
     with ExitStack() as stack:
-        reach_directly(here.config.workers.endpoint)
+        reach_directly(process.config.workers.endpoint)
         # Task processes import and read data while the engine starts.
         pools = [
-            (spec, stack.enter_context(here.open_pool(spec.task, clock=here.clock)))
-            for spec in here.pools
+            (spec, stack.enter_context(process.open_pool(spec.task, clock=process.clock)))
+            for spec in process.pools
         ]
-        assets = _checked_assets(here)
+        assets = _checked_assets(process)
         tokenizer = Tokenizer(assets)
-        engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
+        engine = process.engine_factory(
+            assets=assets, config=process.config, decode=tokenizer.full_text
+        )
         stack.callback(engine.close)
-        check_capabilities(engine, here.config, assets, colocated=here.colocated)
-        if here.config.lora.rank:  # Versions are adapters of version 0.
-            policy = here.run.policy
-            engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
+        check_capabilities(engine, process.config, assets, colocated=process.colocated)
+        if process.config.lora.rank:  # Versions are adapters of version 0.
+            policy = process.run.policy
+            engine.load(process.store.weights(policy.digest), version=0, digest=policy.digest)
             engine.drop(0)
-        facts = _checked_facts(here, pools)
+        facts = _checked_facts(process, pools)
         if not facts:
             return -1, "left"
-        chats = chats_of(pools, here.run.at_ns, assets, tokenizer, stop=here.stop)
-        endpoint = _endpoint(here, stack, engine, assets, chats)
-        writer = stack.enter_context(closing(here.bus.writer()))
-        decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
-        if run_is_over(here.bus, here.topics, decisions_from, here.clock):
-            LOG.info("worker %s: run %s is over", here.name, here.topics.run)
+        chats = chats_of(pools, process.run.at_ns, assets, tokenizer, stop=process.stop)
+        endpoint = _endpoint(process, stack, engine, assets, chats)
+        writer = stack.enter_context(closing(process.bus.writer()))
+        decisions_from = process.bus.end(TopicPartition(process.topics.decisions, 0))
+        if run_is_over(process.bus, process.topics, decisions_from, process.clock):
+            LOG.info("worker %s: run %s is over", process.name, process.topics.run)
             return -1, "left"
-        joined = _joined(here, engine, facts, digest_of(chats))
+        joined = _joined(process, engine, facts, digest_of(chats))
         instances.add(joined.instance)
-        incarnation = _join(here, writer, joined)
-        LOG.info("worker %s joined, incarnation %d", here.name, incarnation)
-        params = params_by_source(here.config, tokenizer.stop_ids, chats)
-        setup = _setup(here, engine, params, facts, incarnation, decisions_from)
+        incarnation = _join(process, writer, joined)
+        LOG.info("worker %s joined, incarnation %d", process.name, incarnation)
+        params = params_by_source(process.config, tokenizer.stop_ids, chats)
+        setup = _setup(process, engine, params, facts, incarnation, decisions_from)
         addresses = None if endpoint is None else endpoint.addresses
         tasks = task_ports(pools, tokenizer, chats, addresses)
-        here.joined(setup, facts)
+        process.joined(setup, facts)
         return incarnation, _serve(
-            here, setup, writer, engine, tasks, endpoint, failing=partial(_failing, pools)
+            process, setup, writer, engine, tasks, endpoint, failing=partial(_failing, pools)
         )
 
 
@@ -322,12 +324,12 @@ def task_ports(
 
 
 def _endpoint(
-    here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
+    process: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
 ) -> SessionPort | None:
-    specs = [spec for spec in here.pools if spec.task.has_agent]
+    specs = [spec for spec in process.pools if spec.task.has_agent]
     if not specs:
         return None
-    sampling = sampling_by_source(here.config)
+    sampling = sampling_by_source(process.config)
     sources = tuple(
         SourceSetup(
             sources=(source,),
@@ -339,10 +341,10 @@ def _endpoint(
         for source in spec.sources
     )
     setup = EndpointSetup(
-        listen=here.config.workers.endpoint,
+        listen=process.config.workers.endpoint,
         assets=str(assets),
-        started_ns=here.run.at_ns,
-        model=here.topics.run,
+        started_ns=process.run.at_ns,
+        model=process.topics.run,
         context_tokens=engine.context_tokens,
         sources=sources,
     )
@@ -351,11 +353,11 @@ def _endpoint(
 
 def _failing(pools: Pools) -> tuple[FailingServer, ...]:
     failing = {(server.task, server.url): server for _, pool in pools for server in pool.failing}
-    return tuple(failing.values())[:FAILING_SAID_MAX]
+    return tuple(failing.values())[:FAILING_REPORTED_MAX]
 
 
 def _serve(
-    here: _Worker,
+    process: _Worker,
     setup: WorkerSetup,
     writer: Writer,
     engine: Engine,
@@ -366,49 +368,49 @@ def _serve(
 ) -> WorkerOutcome:
     machine = WorkerMachine(
         setup,
-        cost=here.meter.cost,
+        cost=process.meter.cost,
         kv_used=lambda: engine.kv_used_tokens,
         prompt_tokens=lambda: engine.prompt_tokens,
         failing=failing,
-        codec=here.meter.spend("codec"),
+        codec=process.meter.spend("codec"),
     )
     runtime = Runtime(
         machine,
-        bus=here.bus,
+        bus=process.bus,
         writer=writer,
         port=WorkerPorts(
             tasks=tasks,
             sessions=sessions,
-            records=RecordPort(here.bus, here.topics, here.meter, clock=here.clock),
-            handover=HandoverPort(here.handover),
+            records=RecordPort(process.bus, process.topics, process.meter, clock=process.clock),
+            handover=HandoverPort(process.handover),
             engine=EnginePort(
                 engine,
-                here.store.weights,
-                verify=here.store.verify,
-                fallbacks=here.store.fallbacks.take,
-                clock=here.clock,
+                process.store.weights,
+                verify=process.store.verify,
+                fallbacks=process.store.fallbacks.take,
+                clock=process.clock,
             ),
         ),
-        clock=here.clock,
-        meter=here.meter,
+        clock=process.clock,
+        meter=process.meter,
         exclusive=False,
         background=True,
     )
     with closing(runtime):
-        runtime.run(here.stop)
+        runtime.run(process.stop)
     if machine.run_over:
-        here.handover.clear()
+        process.handover.clear()
     if machine.error:
-        kind = ResourceError if machine.error_here else PolicyError
+        kind = ResourceError if machine.error_is_local else PolicyError
         raise kind(machine.error, hint=machine.error_hint)
     if machine.fenced_for.startswith(NO_WORKER_NAME):  # a naming rule of a newer version
         raise ConfigError(machine.fenced_for, hint=RULE)
-    LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))
+    LOG.info("worker %s: %s %s", process.name, machine.outcome, dict(machine.requests.counts))
     return machine.outcome
 
 
 def _setup(
-    here: _Worker,
+    process: _Worker,
     engine: Engine,
     params: Mapping[str, SamplingParams],
     facts: Mapping[str, TaskFacts],
@@ -416,20 +418,20 @@ def _setup(
     decisions_from: int,
 ) -> WorkerSetup:
     # Calls that reach their own limit raise no alarm.
-    calls_s = TASK_CALLS * max(_longest_call_s(task) for task in here.config.tasks)
+    calls_s = TASK_CALLS * max(_longest_call_s(task) for task in process.config.tasks)
     return worker_setup(
-        here.config,
+        process.config,
         calls_s=calls_s,
-        topics=here.topics,
-        worker=here.name,
+        topics=process.topics,
+        worker=process.name,
         incarnation=incarnation,
         slots=engine.slots,
-        prefetch=here.config.workers.prefetch,
+        prefetch=process.config.workers.prefetch,
         context_tokens=engine.context_tokens,
         decisions_from=decisions_from,
         digests={source: task.data(source).digest for source, task in facts.items()},
         params=params,
-        transfers=here.transfers,
+        transfers=process.transfers,
         max_resident_versions=engine.max_resident_versions,
     )
 
@@ -457,28 +459,28 @@ def _longest_call_s(task: model.Task) -> float:
 # Before joining
 
 
-def _checked_assets(here: _Worker) -> Path:
-    path = here.store.assets(here.run.assets_digest)
+def _checked_assets(process: _Worker) -> Path:
+    path = process.store.assets(process.run.assets_digest)
     if not path.is_dir():
         raise PolicyError(
             f"no config and tokenizer files at {path}",
             hint="the worker needs the run's policy store; set store.path",
         )
-    if assets_digest(asset_files(path)) != here.run.assets_digest:
+    if assets_digest(asset_files(path)) != process.run.assets_digest:
         raise PolicyError(f"the config or tokenizer files at {path} were changed")
     return path
 
 
-def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
+def _checked_facts(process: _Worker, pools: Pools) -> dict[str, TaskFacts]:
     """Return task facts by source; empty after a stop. Raises TaskError."""
     facts: dict[str, TaskFacts] = {}
     for spec, pool in pools:
         while pool.facts is None:
-            if here.stop():
+            if process.stop():
                 return {}
             pool.poll(POLL_S)
-        check_scoring(pool.facts, here.run, spec.sources)
-        check_data(pool.facts, here.run, spec.sources)
+        check_scoring(pool.facts, process.run, spec.sources)
+        check_data(pool.facts, process.run, spec.sources)
         facts |= dict.fromkeys(spec.sources, pool.facts)
     return facts
 
@@ -487,30 +489,30 @@ def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
 
 
 def _joined(
-    here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts], template_digest: str
+    process: _Worker, engine: Engine, facts: Mapping[str, TaskFacts], template_digest: str
 ) -> WorkerJoined:
-    moves = requests_move(here.config, facts)
+    moves = requests_move(process.config, facts)
     return WorkerJoined(
-        at_ns=here.clock.wall_ns(),
-        worker=here.name,
+        at_ns=process.clock.wall_ns(),
+        worker=process.name,
         instance=uuid.uuid4().hex,
         host=platform.node(),
         pid=os.getpid(),
         slots=engine.slots,
-        prefetch=here.config.workers.prefetch,
+        prefetch=process.config.workers.prefetch,
         kv_tokens=engine.kv_tokens,
         engine=engine.name,
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
         declares=capabilities(engine, moves=moves),
-        assets_digest=here.run.assets_digest,
+        assets_digest=process.run.assets_digest,
         reward_digest=reward_digest_of(facts.values()),
         package=__version__,
         max_resident_versions=engine.max_resident_versions,
         template_digest=template_digest,
         packages=packages_of(facts.values()),
-        colocated=here.colocated,
+        colocated=process.colocated,
         reward_digests={
             source: task_facts.reward_digest
             for source, task_facts in facts.items()
@@ -519,39 +521,39 @@ def _joined(
     )
 
 
-def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
+def _join(process: _Worker, writer: Writer, joined: WorkerJoined) -> int:
     """Return the offset; after an unknown outcome, search for the record first."""
-    start = here.bus.end(TopicPartition(here.topics.control, 0))
-    append = Append(topic=here.topics.control, key=joined.worker.encode(), value=encode(joined))
+    start = process.bus.end(TopicPartition(process.topics.control, 0))
+    append = Append(topic=process.topics.control, key=joined.worker.encode(), value=encode(joined))
 
     def join() -> int:
         try:
             return writer.append([append])[0]
         except OutcomeUnknown:
-            for record, other in _joins(here, start):
+            for record, other in _joins(process, start):
                 if other.instance == joined.instance:
                     return record.offset
             raise
 
-    return retry_bus("joining", join, here.clock)
+    return retry_bus("joining", join, process.clock)
 
 
-def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
-    control = TopicPartition(here.topics.control, 0)
-    end = here.bus.end(control)
-    for record in records_between(here.bus, control, start, end, here.clock):
+def _joins(process: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
+    control = TopicPartition(process.topics.control, 0)
+    end = process.bus.end(control)
+    for record in records_between(process.bus, control, start, end, process.clock):
         if b'"worker-joined"' in record.value:  # avoids decoding most records
             decoded = decode_control(record.value)
             if isinstance(decoded, WorkerJoined):
                 yield record, decoded
 
 
-def _check_name_is_free(here: _Worker, incarnation: int, instances: set[str]) -> None:
+def _check_name_is_free(process: _Worker, incarnation: int, instances: set[str]) -> None:
     """Raises Fenced if another process joined under this name after `incarnation`."""
-    for record, joined in _joins(here, incarnation):
-        if joined.worker == here.name and joined.instance not in instances:
+    for record, joined in _joins(process, incarnation):
+        if joined.worker == process.name and joined.instance not in instances:
             raise Fenced(
-                f"another process ({joined.host}, pid {joined.pid}) joined as worker {here.name}, "
-                f"incarnation {record.offset}",
+                f"another process ({joined.host}, pid {joined.pid}) joined as worker"
+                f" {process.name}, incarnation {record.offset}",
                 hint="give every worker its own name",
             )

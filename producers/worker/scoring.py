@@ -138,7 +138,7 @@ class Scorings:
             error=one_line(error)[:ERROR_CHARACTERS_MAX],
             retryable=retryable,
         )
-        self._requests.say(self._setup.worker, answer)
+        self._requests.publish_control(self._setup.worker, answer)
 
 
 def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) -> GroupCall:

@@ -287,7 +287,7 @@ class Sessions:
         request.chain.resume = Resume(
             tokens=session.tokens_logged, partition=event.partition, offset=event.offset
         )
-        self._requests.gone(call)
+        self._requests.remove(call)
         if mine.number is not None:
             session.limited |= _cut(mine, len(turn.token_ids))
             self._answer(request, turn.turn, mine.number)
@@ -319,7 +319,7 @@ class Sessions:
             return
         last = max(session.used)
         answer, before = session.tree.turns[last].token_ids, session.tree.prompt(last)
-        self._make(request)
+        self._close(request)
         finish: FinishReason = "length" if session.limited else "environment"
         self._requests.complete(
             request,
@@ -336,11 +336,11 @@ class Sessions:
         if not _session(request).used:
             requests.give_up(request, now, error, message, retryable=False)
             return
-        self._make(request)
+        self._close(request)
         requests.ask(Forget(request=request.key, source=request.source))
         requests.broken(request, f"{error}: {message}", now)
 
-    def _make(self, request: RequestState) -> None:
+    def _close(self, request: RequestState) -> None:
         session, counts = _session(request), self._requests.counts
         self._requests.end_session(request)
         unused = len(session.tree.turns) - len(session.used)

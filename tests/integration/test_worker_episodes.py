@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EnvStep
-from dora_pipe.producers.worker.episodes import RETELLINGS_MAX
+from dora_pipe.producers.worker.episodes import REPLAYS_MAX
 from dora_pipe.producers.worker.request import Phase, WorkerSetup
 from dora_pipe.schemas.control import (
     RequestFailed,
@@ -194,7 +194,7 @@ def test_episode_that_is_lost_too_often_is_handed_back() -> None:
     stage = Stage(most=40)
     worker = stage.worker()
     worker.tasks.held.add(EnvStep)
-    for _ in range(RETELLINGS_MAX + 1):
+    for _ in range(REPLAYS_MAX + 1):
         stage.until(worker, Phase.ENVIRONMENT, ANY)
         stage.lose(worker)
         stage.world.ticks(worker, 2)

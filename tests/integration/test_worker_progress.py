@@ -115,7 +115,7 @@ def test_engine_that_raises_costs_its_worker_and_no_request(
     assert event.reason.startswith("the engine of worker w0 failed: ")
     assert type(error).__name__ in event.reason
     assert 64 <= event.progress["g0000000000-000"].tokens <= 90
-    assert (worker.machine.outcome, worker.machine.error_here) == ("failed", True)
+    assert (worker.machine.outcome, worker.machine.error_is_local) == ("failed", True)
 
 
 def test_worker_that_leaves_does_not_wait_for_ever_for_a_reward() -> None:

@@ -131,12 +131,12 @@ class FakeVllm(ThreadingHTTPServer):
             observed = is_seen(Path(words[0]), words[1])
             return [msgspec.to_builtins(self.kv if observed else CacheFacts())] * RANKS
         if method == "dora_copy_kv":
-            stay, path = words
-            return [{"state": self.copy_kv(stay, path, rank)} for rank in range(RANKS)]
+            attempt, path = words
+            return [{"state": self.copy_kv(attempt, path, rank)} for rank in range(RANKS)]
         return [self.rpc(body)]
 
-    def copy_kv(self, stay: str, path: str, rank: int) -> str:
-        running = [body for body in self.bodies if body["request_id"] == stay]
+    def copy_kv(self, attempt: str, path: str, rank: int) -> str:
+        running = [body for body in self.bodies if body["request_id"] == attempt]
         if self.forgets_kv or not running:
             return "ended"
         array = opened(Path(path), write=True)

@@ -221,7 +221,7 @@ class TorchEngine(EngineBase[SlotRequest]):
                 if row.request.keep and reason != "error":
                     end = int(self._table.cached[row.slot])
                     self._keep(row, np.array(row.sequence[:end], np.int64))
-                self._let_go(row)
+                self._release(row)
         return events
 
     @property
@@ -261,8 +261,8 @@ class TorchEngine(EngineBase[SlotRequest]):
         self._table.prefill_again(row.slot)
         self._waiting.append(row.slot)
 
-    def _let_go(self, row: SlotRequest) -> None:
-        super()._let_go(row)
+    def _release(self, row: SlotRequest) -> None:
+        super()._release(row)
         self._take_out(row.slot)
         self._table.leave(row.slot)
         self._free.append(row.slot)

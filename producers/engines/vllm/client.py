@@ -47,8 +47,8 @@ class VllmServerClient:
     def experts(self, parts: Sequence[wire.KeptPart], finished: Sequence[str]) -> list[Routes]:
         """Return experts; forget `finished` attempts. Raises InvariantBroken if some are lost."""
         words = [msgspec.json.encode(part).decode() for part in (parts, finished)]
-        found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
-        experts = [part for part in found if part is not None]
+        kept = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
+        experts = [part for part in kept if part is not None]
         if len(experts) != len(parts):
             raise InvariantBroken("vLLM's server lost the routing of running requests", hint=SHARED)
         return experts
@@ -60,9 +60,9 @@ class VllmServerClient:
         ]
         return facts[0] if all(answer == facts[0] for answer in facts) else CacheFacts()
 
-    def copy_cache(self, stay: str, path: str) -> set[str]:
+    def copy_cache(self, attempt: str, path: str) -> set[str]:
         """Copy a KV cache into a file; return the processes' states."""
-        return {str(answer["state"]) for answer in self._ask("dora_copy_kv", stay, path)}
+        return {str(answer["state"]) for answer in self._ask("dora_copy_kv", attempt, path)}
 
     def label(self) -> str:
         return str(self._call("GET", wire.WEIGHT_INFO)["weight_version"])
@@ -120,10 +120,10 @@ class VllmServerClient:
     def generate(self, body: dict[str, Any]) -> HttpStream:
         return self._send(wire.GENERATE, body)
 
-    def abort(self, stays: list[str]) -> None:
+    def abort(self, attempts: list[str]) -> None:
         """Abort attempts: vLLM notices closed connections only at the next token."""
-        if stays:
-            ids = [f"{wire.ID_PREFIX}{stay}" for stay in stays]
+        if attempts:
+            ids = [f"{wire.ID_PREFIX}{attempt}" for attempt in attempts]
             self._aborts.append(self._send(wire.ABORT, {"request_ids": ids}))
         self._settle(ABORTS_MAX)
 
@@ -131,9 +131,9 @@ class VllmServerClient:
         try:
             call(self._address, "GET", wire.HEALTH, timeout_s=HEALTH_S)
         except ResourceError as error:
-            raise self.gone(error, detail) from None
+            raise self.failure(error, detail) from None
 
-    def gone(self, error: ResourceError, detail: str = "") -> ResourceError:
+    def failure(self, error: ResourceError, detail: str = "") -> ResourceError:
         """Return the process's exit as an error if it has ended, else `error`."""
         if self._process is not None:
             try:
@@ -143,11 +143,11 @@ class VllmServerClient:
         message = f"{error.message} ({detail})" if detail else error.message
         return ResourceError(message, hint=error.hint)
 
-    def close(self, stays: list[str]) -> None:
+    def close(self, attempts: list[str]) -> None:
         """End the server if started here, else these requests."""
         try:
             if self._process is None:
-                self.abort(stays)
+                self.abort(attempts)
                 self._settle(0)
         except ResourceError:
             pass  # already gone
@@ -167,7 +167,7 @@ class VllmServerClient:
                 stream.wait(HEALTH_S)
                 self._aborts.popleft().close()
         except ResourceError as error:
-            raise self.gone(error) from None
+            raise self.failure(error) from None
 
     def _ask(self, method: str, *words: str) -> list[dict[str, Any]]:
         results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
@@ -181,7 +181,7 @@ class VllmServerClient:
         try:
             answer = stream.wait()
         except ResourceError as error:
-            raise self.gone(error) from None
+            raise self.failure(error) from None
         finally:
             stream.close()
         return "" if stream.status == 200 else wire.read_refusal(answer)
@@ -190,13 +190,13 @@ class VllmServerClient:
         try:
             return call(self._address, method, path, body)
         except ResourceError as error:
-            raise self.gone(error) from None
+            raise self.failure(error) from None
 
     def _send(self, path: str, body: dict[str, Any]) -> HttpStream:
         try:
             return HttpStream(self._address, "POST", path, body)
         except ResourceError as error:
-            raise self.gone(error) from None
+            raise self.failure(error) from None
 
 
 def check_sleep(facts: wire.ServerFacts) -> None:

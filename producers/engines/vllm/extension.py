@@ -125,16 +125,16 @@ class Extension:
             self.dora_folder = None
         return {"numbers": sorted(self.list_loras() - self.dora_before)}
 
-    def dora_experts(self, wanted: str, gone: str) -> dict[str, Any]:
+    def dora_experts(self, parts: str, finished: str) -> dict[str, Any]:
         """Return kept experts; forget finished attempts."""
         assert self.dora_kept is not None
-        parts = [
-            self.dora_kept.part(part.stay, part.start, part.end)
-            for part in msgspec.json.decode(wanted, type=list[KeptPart])
-        ]
-        for stay in msgspec.json.decode(gone, type=list[str]):
-            self.dora_kept.forget(stay)
-        answer: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=tuple(parts)))
+        experts = tuple(
+            self.dora_kept.part(part.attempt, part.start, part.end)
+            for part in msgspec.json.decode(parts, type=list[KeptPart])
+        )
+        for attempt in msgspec.json.decode(finished, type=list[str]):
+            self.dora_kept.forget(attempt)
+        answer: dict[str, Any] = msgspec.to_builtins(KeptExperts(parts=experts))
         return answer
 
     def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
@@ -148,13 +148,13 @@ class Extension:
         answer: dict[str, Any] = msgspec.to_builtins(facts)
         return answer
 
-    def dora_copy_kv(self, stay: str, path: str) -> dict[str, Any]:
+    def dora_copy_kv(self, attempt: str, path: str) -> dict[str, Any]:
         """Copy this process's heads of a KV cache; the file sets the number of positions.
 
         Blocks of a request that ended in the last step are not reused yet.
         """
         assert self.dora_cache is not None
-        runner, prefix = self.model_runner, f"{ID_PREFIX}{stay}-"
+        runner, prefix = self.model_runner, f"{ID_PREFIX}{attempt}-"
         name = next((request for request in runner.requests if request.startswith(prefix)), "")
         if not name:
             return {"state": KV_ENDED}

@@ -1,7 +1,7 @@
 """KV caches of a vLLM server's requests, seen from its worker.
 
 The server fills the file of an exported cache. The file of an imported one is kept until its
-request's first event; LEFT_MAX bounds those of requests that leave earlier.
+request's first event; ENDED_EARLY_MAX bounds those of requests that leave earlier.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ENDED: Final = "ended"
 SPARE_BYTES: Final = 1 << 26
 """Disk space to leave free."""
 
-LEFT_MAX: Final = 64
+ENDED_EARLY_MAX: Final = 64
 """Files of requests that left early; the oldest are evicted."""
 
 
 class RemoteCaches:
     """KV caches of a server, by attempt.
 
-    Example: ``path = caches.offer("3f-1", kv)``, then `heard` or `left`.
+    Example: ``path = caches.offer("3f-1", kv)``, then `attempt_started` or `attempt_ended`.
     """
 
     def __init__(self, server: VllmServerClient) -> None:
@@ -53,36 +53,36 @@ class RemoteCaches:
         self._server = server
         self._offered: dict[str, Kv] = {}
         """Imported caches until the first event."""
-        self._left: deque[str] = deque()
+        self._ended_early: deque[str] = deque()
         self._copies = 0
         self.facts = server.caches(str(self._folder), mark)
 
     def has_room(self, kv: Kv) -> bool:
         return shutil.disk_usage(self._folder).free > kv.bytes + SPARE_BYTES
 
-    def offer(self, stay: str, kv: Kv) -> str:
+    def offer(self, attempt: str, kv: Kv) -> str:
         """Write an attempt's file. Raises ResourceError."""
-        path = self._path(stay)
+        path = self._path(attempt)
         with _files():
             np.save(path, kv.arrays[KV_ARRAY], allow_pickle=False)
-        self._offered[stay] = kv
+        self._offered[attempt] = kv
         return str(path)
 
-    def heard(self, stay: str) -> None:
-        if self._offered.pop(stay, None) is not None:
-            self._path(stay).unlink(missing_ok=True)
+    def attempt_started(self, attempt: str) -> None:
+        if self._offered.pop(attempt, None) is not None:
+            self._path(attempt).unlink(missing_ok=True)
 
-    def left(self, stay: str) -> None:
-        if self._offered.pop(stay, None) is not None:
-            self._left.append(stay)
-        while len(self._left) > LEFT_MAX:
-            self._path(self._left.popleft()).unlink(missing_ok=True)
+    def attempt_ended(self, attempt: str) -> None:
+        if self._offered.pop(attempt, None) is not None:
+            self._ended_early.append(attempt)
+        while len(self._ended_early) > ENDED_EARLY_MAX:
+            self._path(self._ended_early.popleft()).unlink(missing_ok=True)
 
-    def copied(self, stay: str, tokens: int, weights: str) -> Kv | Literal["ended"] | None:
+    def copied(self, attempt: str, tokens: int, weights: str) -> Kv | Literal["ended"] | None:
         """Copy first positions; None if incomplete or `tokens` is 0, `ended` after its end. Raises
         ResourceError."""
-        if stay in self._offered:
-            return self._offered[stay]
+        if attempt in self._offered:
+            return self._offered[attempt]
         if not self.facts.layout or not tokens:
             return None
         self._copies += 1
@@ -92,7 +92,7 @@ class RemoteCaches:
                 path, mode="w+", dtype=np.dtype(self.facts.dtype), shape=shape
             )
         try:
-            states = self._server.copy_cache(stay, str(path))
+            states = self._server.copy_cache(attempt, str(path))
             if KV_ENDED in states:
                 return ENDED
             with _files():

@@ -81,7 +81,7 @@ SILENCE_MS: Final = 30_000
 """Silence of all streams before a health check."""
 
 
-GONE_MAX: Final = 64
+ENDED_ATTEMPTS_MAX: Final = 64
 """Finished attempts to report even without a query for experts."""
 
 
@@ -102,7 +102,7 @@ LOG = logging.getLogger(__name__)
 class VllmRequest(RunningRequest):
     """A request in its slot, and its current attempt in vLLM."""
 
-    stay: str = ""
+    attempt: str = ""
     """vLLM's id of the attempt."""
     adapter: int = 0
     """vLLM's id of the adapter; 0 without one."""
@@ -143,9 +143,9 @@ class Stream:
     """vLLM's finish reason; usage follows."""
     finish: str = ""
     """The reason, once the stream is complete."""
-    trouble: str = ""
+    error: str = ""
     """The server's error."""
-    heard: bool = False
+    started: bool = False
     """An event has arrived: the engine core has the request."""
     late: bool = False
     """A step has waited for it in vain."""
@@ -214,7 +214,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 decode=decode,
                 clock=clock,
             )
-            self._begin(settings.args)
+            self._set_up(settings.args)
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
@@ -235,7 +235,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         if sleep and self.device == "cpu":
             LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
-    def _begin(self, args: Mapping[str, Any]) -> None:
+    def _set_up(self, args: Mapping[str, Any]) -> None:
         facts = self._facts
         self.version = facts.version + described(args)
         self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
@@ -248,8 +248,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._streams: dict[str, Stream] = {}
         """Streams by request."""
         self._prefix = uuid.uuid4().hex[:12]
-        self._stays, self._heard_ns = 0, 0
-        self._gone: list[str] = []  # finished attempts with experts in the server
+        self._attempts, self._last_data_ns = 0, 0
+        self._ended_attempts: list[str] = []  # finished attempts with experts in the server
         self._label = ""
         """Label of the loaded weights; empty before and during a load."""
         self._asleep = False
@@ -266,7 +266,7 @@ class VllmEngine(EngineBase[VllmRequest]):
             raise ValueError(f"{request.request}: {SAMPLING}")
         stops = stop_text(request, self._decode)
         row = VllmRequest(request=replace(request, kv=None), stops=stops, kv=request.kv)
-        self._go_on(row)
+        self._resume(row)
         self._rows[request.request] = row
 
     @property
@@ -290,11 +290,11 @@ class VllmEngine(EngineBase[VllmRequest]):
         if row is None:
             return None
         ended = self._layout and self._streams[request].reason
-        kv = ENDED if ended else self._caches.copied(row.stay, row.cached, row.weights)
+        kv = ENDED if ended else self._caches.copied(row.attempt, row.cached, row.weights)
         if kv == ENDED:
             return None
         exported = Exported(sampled=self._emit(row), kv=kv)
-        self._let_go(row)
+        self._release(row)
         return exported
 
     def step(self) -> list[EngineEvent]:
@@ -308,56 +308,56 @@ class VllmEngine(EngineBase[VllmRequest]):
         advanced = [(stream, self._advance(stream)) for stream in ready]
         self._ask_routes([stream.row for stream, reason in advanced if stream.row.emits(reason)])
         for stream, reason in advanced:
-            events += stream.row.events(reason, stream.trouble)
+            events += stream.row.events(reason, stream.error)
             if reason is not None:
-                stay = self._leave(stream.row)
-                running += [] if stream.finish else [stay]
+                attempt = self._free_slot(stream.row)
+                running += [] if stream.finish else [attempt]
         self._server.abort(running)
         return events
 
     def close(self) -> None:
         """End the server if started here, else its requests."""
-        stays = [self._leave(row) for row in list(self._rows.values())]
+        attempts = [self._free_slot(row) for row in list(self._rows.values())]
         self._selector.close()
         self._versions.close()
-        self._server.close(stays)
+        self._server.close(attempts)
         self._caches.close()
 
     def _gather(self) -> None:
         until_ns = self._clock.now_ns() + STEP_WAIT_MS * 1_000_000
         missing = [stream for stream in self._streams.values() if not stream.ready]
         while missing:
-            left_ns = max(until_ns - self._clock.now_ns(), 0)
+            remaining_ns = max(until_ns - self._clock.now_ns(), 0)
             if len(missing) < len(self._streams) and all(stream.late for stream in missing):
-                left_ns = 0
-            selected = self._selector.select(left_ns / 1e9)
+                remaining_ns = 0
+            selected = self._selector.select(remaining_ns / 1e9)
             for key, _ in selected:
                 self._receive(key.data)
             missing = [stream for stream in missing if not stream.ready]
-            if not selected or not left_ns:
+            if not selected or not remaining_ns:
                 break
         for stream in missing:
             stream.late = True
-        if self._clock.now_ns() - self._heard_ns > SILENCE_MS * 1_000_000:
+        if self._clock.now_ns() - self._last_data_ns > SILENCE_MS * 1_000_000:
             self._server.well("no data")
-            self._heard_ns = self._clock.now_ns()
+            self._last_data_ns = self._clock.now_ns()
 
     def _receive(self, stream: Stream) -> None:
-        self._heard_ns = self._clock.now_ns()
+        self._last_data_ns = self._clock.now_ns()
         try:
             stream.http.read()
         except ResourceError as error:
-            raise self._server.gone(error) from None
+            raise self._server.failure(error) from None
         if stream.http.status not in (0, 200):
             if stream.http.ended:
-                self._refused(stream, quoted(stream.http.wait()))
+                self._reject(stream, quoted(stream.http.wait()))
             return
         for data in stream.http.events():
-            stream.heard = True
-            self._caches.heard(stream.row.stay)
+            stream.started = True
+            self._caches.attempt_started(stream.row.attempt)
             chunk = wire.read_chunk(data)
             if chunk.error is not None:
-                self._trouble(stream, chunk.error.message)
+                self._fail(stream, chunk.error.message)
             for choice in chunk.choices:
                 tokens = wire.tokens_of(choice, stream.row.request.params)
                 self._check_adapter(stream, tokens)
@@ -371,7 +371,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         if stream.http.ended:
             stream.finish = stream.finish or stream.reason
             if not stream.finish:
-                self._trouble(stream, "the stream ended without a reason")
+                self._fail(stream, "the stream ended without a reason")
         if stream.finish:
             self._close(stream.http)
 
@@ -395,14 +395,14 @@ class VllmEngine(EngineBase[VllmRequest]):
 
     def _ask_routes(self, rows: Iterable[VllmRequest]) -> None:
         asked = [row for row in rows if row.request.params.routes and len(row.tokens) > row.sent]
-        if not asked and len(self._gone) < GONE_MAX:
+        if not asked and len(self._ended_attempts) < ENDED_ATTEMPTS_MAX:
             return
         parts = [
-            wire.KeptPart(stay=row.stay, start=row.routes_from(row.sent), end=row.length)
+            wire.KeptPart(attempt=row.attempt, start=row.routes_from(row.sent), end=row.length)
             for row in asked
         ]
-        routed = self._server.experts(parts, self._gone)
-        self._gone.clear()
+        routed = self._server.experts(parts, self._ended_attempts)
+        self._ended_attempts.clear()
         for row, routes in zip(asked, routed, strict=True):
             row.routes.add(routes, row.length)
 
@@ -427,37 +427,37 @@ class VllmEngine(EngineBase[VllmRequest]):
                 f" {adapter}"
             )
 
-    def _refused(self, stream: Stream, message: str) -> None:
+    def _reject(self, stream: Stream, message: str) -> None:
         """Raise InvariantBroken for a lost adapter, else fail the request."""
         if stream.http.status == NOT_FOUND and stream.row.adapter:
             raise InvariantBroken(f"vLLM's server lost an adapter: {message}", hint=SHARED)
-        self._trouble(stream, f"{stream.http.status}: {message}")
+        self._fail(stream, f"{stream.http.status}: {message}")
 
-    def _trouble(self, stream: Stream, message: str) -> None:
+    def _fail(self, stream: Stream, message: str) -> None:
         self._server.well(message)
-        stream.finish, stream.trouble = "error", message
+        stream.finish, stream.error = "error", message
 
-    def _go_on(self, row: VllmRequest) -> None:
+    def _resume(self, row: VllmRequest) -> None:
         if not self._rows:
-            self._heard_ns = self._clock.now_ns()
-        self._stays += 1
-        row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
+            self._last_data_ns = self._clock.now_ns()
+        self._attempts += 1
+        row.attempt, row.cached = f"{self._prefix}-{self._attempts}", 0
         version = self._versions.of(row.request)
         row.adapter, row.weights = version.number, version.digest
         salt, kv = self._salt(version.name), ""
         if row.kv is not None:
-            salt = row.stay  # never share an imported cache
-            kv, row.kv = self._caches.offer(row.stay, row.kv), None
-        self._share(row, salt)
+            salt = row.attempt  # never share an imported cache
+            kv, row.kv = self._caches.offer(row.attempt, row.kv), None
+        self._hash_blocks(row, salt)
         body = wire.generate_body(
-            row.stay,
+            row.attempt,
             row.sequence,
             row.request.params,
             seed=row.request.seed,
             max_tokens=self._tokens_left(row),
             salt=salt,
             adapter=version.name,
-            whole=row.unrouted,
+            skip_prefix_cache=row.unrouted,
             kv=kv,
         )
         stream = Stream(row=row, http=self._server.generate(body))
@@ -468,33 +468,33 @@ class VllmEngine(EngineBase[VllmRequest]):
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:
             self._close(stream.http)
-        self._over(row)
+        self._end_attempt(row)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         facts = self._caches.facts
         return KV_ARRAY, facts.dtype, facts.shape(tokens)
 
-    def _let_go(self, row: VllmRequest) -> None:
-        self._server.abort([self._leave(row)])
+    def _release(self, row: VllmRequest) -> None:
+        self._server.abort([self._free_slot(row)])
 
-    def _leave(self, row: VllmRequest) -> str:
+    def _free_slot(self, row: VllmRequest) -> str:
         """Free the row's slot; return its attempt."""
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:  # None: the server failed on restart
-            self._part(stream)
+            self._end_stream(stream)
         del self._rows[row.request.request]
-        self._over(row)
-        return row.stay
+        self._end_attempt(row)
+        return row.attempt
 
-    def _over(self, row: VllmRequest) -> None:
-        self._caches.left(row.stay)
+    def _end_attempt(self, row: VllmRequest) -> None:
+        self._caches.attempt_ended(row.attempt)
         if row.request.params.routes:
-            self._gone.append(row.stay)
+            self._ended_attempts.append(row.attempt)
 
-    def _part(self, stream: Stream) -> None:
-        if self._versions.adapters and not stream.heard and stream.http.fileno() >= 0:
+    def _end_stream(self, stream: Stream) -> None:
+        if self._versions.adapters and not stream.started and stream.http.fileno() >= 0:
             self._selector.unregister(stream.http)
-            self._versions.keep(stream.row.stay, stream.row.adapter, stream.http)
+            self._versions.keep(stream.row.attempt, stream.row.adapter, stream.http)
         else:
             self._close(stream.http)
 
@@ -530,7 +530,7 @@ class VllmEngine(EngineBase[VllmRequest]):
     def _has_weights(self) -> bool:
         return bool(self._label)
 
-    def _share(self, row: VllmRequest, salt: str) -> None:
+    def _hash_blocks(self, row: VllmRequest, salt: str) -> None:
         size, digest = self._block, hash(salt)
         ids, row.blocks = row.sequence, []
         if self._prefix_cache and not row.unrouted:

@@ -95,7 +95,7 @@ class StockClient(VllmServerClient):
     def generate(self, body: dict[str, Any]) -> HttpStream:
         return self._send(COMPLETIONS, completion_body(body))
 
-    def abort(self, stays: list[str]) -> None:
+    def abort(self, attempts: list[str]) -> None:
         """Do nothing: vLLM aborts a request whose connection has closed."""
 
 

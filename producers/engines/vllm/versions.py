@@ -44,7 +44,7 @@ class LoraVersions(ResidentVersions[LoraVersion]):
     def __init__(self, server: VllmServerClient, *, rank: int = 0, most: int = 1) -> None:
         super().__init__(LoraVersion, most=most, adapters=rank > 0)
         self._server, self._rank = server, rank
-        self._unheard: dict[str, tuple[int, HttpStream]] = {}
+        self._unstarted: dict[str, tuple[int, HttpStream]] = {}
         """Adapter and stream of left requests, by attempt."""
         if rank:
             server.pause()
@@ -64,32 +64,32 @@ class LoraVersions(ResidentVersions[LoraVersion]):
         dropped = self._versions.pop(version, None)
         if dropped is None or not dropped.number:
             return
-        for stay, (number, stream) in list(self._unheard.items()):
+        for attempt, (number, stream) in list(self._unstarted.items()):
             if number == dropped.number:
-                self._wait_heard(stay, stream)
+                self._wait_started(attempt, stream)
         refusal = self._server.unload_adapter(dropped.name)
         if refusal:
             raise InvariantBroken(f"vLLM's server lost an adapter: {refusal}", hint=SHARED)
         self._server.rpc("dora_drop", str(dropped.number))
 
-    def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:
+    def keep(self, attempt: str, adapter: int, stream: HttpStream) -> None:
         """Keep reading a request that left before its first event."""
-        self._unheard[stay] = (adapter, stream)
+        self._unstarted[attempt] = (adapter, stream)
 
     def listen(self) -> None:
         """Abort left requests after their first event."""
-        for stay, (_, stream) in list(self._unheard.items()):
+        for attempt, (_, stream) in list(self._unstarted.items()):
             try:
                 stream.read()
             except ResourceError as error:
-                raise self._server.gone(error) from None
+                raise self._server.failure(error) from None
             if stream.heard:
-                self._end(stay, stream)
+                self._end(attempt, stream)
 
     def close(self) -> None:
-        for _, stream in self._unheard.values():
+        for _, stream in self._unstarted.values():
             stream.close()
-        self._unheard.clear()
+        self._unstarted.clear()
 
     def _made(self, path: Path, version: int, digest: str) -> LoraVersion:
         """Load an adapter, or zeros for the base's digest. Raises PolicyError."""
@@ -105,15 +105,15 @@ class LoraVersions(ResidentVersions[LoraVersion]):
             raise InvariantBroken(message, hint=SHARED)
         return LoraVersion(digest=digest, number=int(numbers[0]), name=name)
 
-    def _wait_heard(self, stay: str, stream: HttpStream) -> None:
+    def _wait_started(self, attempt: str, stream: HttpStream) -> None:
         try:
             stream.wait_heard(FIRST_WORD_S)
         except ResourceError as error:
-            raise self._server.gone(error) from None
-        self._end(stay, stream)
+            raise self._server.failure(error) from None
+        self._end(attempt, stream)
 
-    def _end(self, stay: str, stream: HttpStream) -> None:
-        del self._unheard[stay]
+    def _end(self, attempt: str, stream: HttpStream) -> None:
+        del self._unstarted[attempt]
         stream.close()
         if not stream.ended:
-            self._server.abort([stay])
+            self._server.abort([attempt])

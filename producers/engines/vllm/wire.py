@@ -136,7 +136,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [start, end) of an attempt."""
 
-    stay: str
+    attempt: str
     start: int
     end: int
 
@@ -192,7 +192,7 @@ def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
 
 
 def generate_body(
-    stay: str,
+    attempt: str,
     sequence: list[int],
     params: SamplingParams,
     *,
@@ -200,17 +200,16 @@ def generate_body(
     max_tokens: int,
     salt: str,
     adapter: str,
-    whole: bool = False,
+    skip_prefix_cache: bool = False,
     kv: str = "",
 ) -> dict[str, Any]:
     """Return the body of a GENERATE request.
 
-    The prefix cache matches equal `salt` only; `whole` disables it. `kv` is the file of an imported
-    cache.
+    The prefix cache matches equal `salt` only. `kv` is the file of an imported cache.
     """
     return {
         **({"model": adapter} if adapter else {}),
-        "request_id": stay,
+        "request_id": attempt,
         "token_ids": sequence,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -226,19 +225,19 @@ def generate_body(
             "ignore_eos": True,
             "detokenize": False,
             "logprobs": 0 if one_logprob(params) else BOTH,
-            **({"skip_reading_prefix_cache": True} if whole else {}),
-            **extra_args(params, stay, kv),
+            **({"skip_reading_prefix_cache": True} if skip_prefix_cache else {}),
+            **extra_args(params, attempt, kv),
         },
     }
 
 
-def extra_args(params: SamplingParams, stay: str = "", kv: str = "") -> dict[str, Any]:
+def extra_args(params: SamplingParams, attempt: str = "", kv: str = "") -> dict[str, Any]:
     """Return `extra_args` for sampler, expert capture and KV connector."""
     extra: dict[str, Any] = {}
     if params.logprob_temperature != 1:
         extra[LOGPROB_TEMPERATURE] = params.logprob_temperature
-    if params.routes and stay:
-        extra[ROUTES_AS] = stay
+    if params.routes and attempt:
+        extra[ROUTES_AS] = attempt
     if kv:
         extra[KV_FILE] = kv
     return {"extra_args": extra} if extra else {}

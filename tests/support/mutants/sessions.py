@@ -78,14 +78,14 @@ def _shared_twice(patches: Patches) -> None:
 
 
 def _unasked_kept(patches: Patches) -> None:
-    right = Sessions._make
+    right = Sessions._close
 
     def make(self: Sessions, request: RequestState) -> None:
         session = sessions._session(request)
         session.used.update(range(len(session.tree.turns)))
         right(self, request)
 
-    patches.put(Sessions, "_make", make)
+    patches.put(Sessions, "_close", make)
 
 
 def _open_call_lost(patches: Patches) -> None:
@@ -114,7 +114,7 @@ def _thinking_holds(patches: Patches) -> None:
 
 
 def _told_otherwise(patches: Patches) -> None:
-    right = Episodes._tell
+    right = Episodes._replay_next
 
     def tell(self: Episodes, request: RequestState, now: Now) -> None:
         if request.turn.replay:
@@ -123,7 +123,7 @@ def _told_otherwise(patches: Patches) -> None:
         else:
             right(self, request, now)
 
-    patches.put(Episodes, "_tell", tell)
+    patches.put(Episodes, "_replay_next", tell)
 
 
 OF_EPISODES: Final = (

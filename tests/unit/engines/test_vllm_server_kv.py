@@ -139,7 +139,7 @@ def test_request_without_a_token_of_its_own_has_no_cache_and_nobody_is_asked(
 def test_files_of_requests_that_left_without_a_word_are_few(
     server: FakeVllm, opens: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_remote, "LEFT_MAX", 2)
+    monkeypatch.setattr(kv_remote, "ENDED_EARLY_MAX", 2)
     source, target = opens(), opens()
     rest = after(running(source), source.export("r"))
     server.begin.clear()

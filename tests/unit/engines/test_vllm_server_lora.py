@@ -175,8 +175,8 @@ def test_request_that_is_let_go_before_it_is_known_is_aborted_again(served: Serv
     started.start()
     engine.drop(1)
     started.join()
-    stay = f"generate-tokens-{server.bodies[-1]['request_id']}"
-    assert server.aborted == [stay, stay]
+    attempt = f"generate-tokens-{server.bodies[-1]['request_id']}"
+    assert server.aborted == [attempt, attempt]
     assert server.served == {1}
 
 

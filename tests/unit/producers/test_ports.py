@@ -143,7 +143,7 @@ def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[st
         assert isinstance(effect, WeightsLoaded) and effect.version == 3
     else:
         assert isinstance(effect, LoadFailed) and "another digest" in effect.message
-        assert not effect.here
+        assert not effect.local
 
 
 def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:

@@ -199,9 +199,9 @@ class VllmServerClient:
             raise self.failure(error) from None
 
 
-def check_sleep(facts: wire.ServerFacts) -> None:
+def check_sleep(facts: wire.ServerFacts, *, needed: bool) -> None:
     """Raise ConfigError for a server that cannot sleep."""
-    if facts.device != "cpu" and not facts.sleeps:
+    if needed and facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
             "vLLM's server cannot release its memory, but the worker is colocated",
             hint="start it with --sleep, or a run with workers.colocated = 0",

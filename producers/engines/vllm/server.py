@@ -157,6 +157,13 @@ class Stream:
         return len(self.tokens) > last or bool(self.finish)
 
 
+def _start_server(
+    model_dir: Path, settings: Vllm, *, sleep: bool, **sizes: int
+) -> VllmServerClient:
+    process = ServerProcess.start(model_dir, settings, sleep=sleep, **sizes)
+    return VllmServerClient(process.address, process)
+
+
 class VllmEngine(EngineBase[VllmRequest]):
     """Engine over a vLLM server, with random weights before `load`.
 
@@ -188,25 +195,22 @@ class VllmEngine(EngineBase[VllmRequest]):
         """Connect to `address`, or start a server.
 
         `sleep` enables the release of memory, `routes` routed experts; `lora_rank` and
-        `max_resident_versions` bound the adapters on one base. Raises ConfigError for invalid or
-        unavailable sizes, PolicyError for an unsupported model, ResourceError if the server does
-        not start.
+        `max_resident_versions` bound the adapters on one base. Raises ConfigError for sizes that do
+        not fit, PolicyError for an unsupported model, ResourceError if the server does not start.
         """
         check_sizes(slots, context_tokens, threads)
         ids = unassigned_ids(model_dir)
+        sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
+        adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}
         if address is not None:
             self._server = client_of(address)
         else:
-            sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
-            adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}
-            process = ServerProcess.start(model_dir, settings, sleep=sleep, **sizes, **adapters)
-            self._server = VllmServerClient(process.address, process)
+            self._server = _start_server(model_dir, settings, sleep=sleep, **sizes, **adapters)
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes, unassigned=ids)
             check_room(facts, slots, context_tokens, lora_rank, max_resident_versions)
-            if sleep:
-                check_sleep(facts)
+            check_sleep(facts, needed=sleep)
             super().__init__(
                 slots=slots,
                 context_tokens=context_tokens,
@@ -214,7 +218,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 decode=decode,
                 clock=clock,
             )
-            self._set_up(settings.args)
+            self._set_up(settings.args, sleep=sleep)
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
@@ -226,16 +230,14 @@ class VllmEngine(EngineBase[VllmRequest]):
                 KV_EXPORT: bool(self._layout),
                 ROUTES: routes,
             }
-            if facts.stock:
-                capabilities.clear()
-            else:
+            self.declares = frozenset(
+                name for name, has in capabilities.items() if has and not facts.stock
+            )
+            if not facts.stock:
                 self._warm_up(self._server.label())
-            self.declares = frozenset(name for name, has in capabilities.items() if has)
             undo.pop_all()
-        if sleep and self.device == "cpu":
-            LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
-    def _set_up(self, args: Mapping[str, Any]) -> None:
+    def _set_up(self, args: Mapping[str, Any], *, sleep: bool) -> None:
         facts = self._facts
         self.version = facts.version + described(args)
         self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
@@ -253,6 +255,8 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._label = ""
         """Label of the loaded weights; empty before and during a load."""
         self._asleep = False
+        if sleep and self.device == "cpu":
+            LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
     @property
     def kv_tokens(self) -> int:

@@ -191,23 +191,20 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Stream a file. Raises FlightServerError if missing or busy."""
-        name = ticket.ticket
-        data = self._mapped(name)
-        if not self._streams.acquire(blocking=False):
-            data.close()
-            raise flight.FlightServerError(BUSY)
-        kind, leaf = _split(name)
+        data = self._mapped(ticket.ticket)
+        return flight.GeneratorStream(SCHEMA, self._batches(*_split(ticket.ticket), data))
 
-        def sent() -> None:
+    def _batches(self, kind: str, leaf: str, data: mmap.mmap) -> Iterator[Any]:
+        if not self._streams.acquire(blocking=False):
+            raise flight.FlightServerError(BUSY)
+        try:
+            buffer, size = pa.py_buffer(data), len(data)
+            for start in range(0, size, CHUNK_BYTES):
+                yield _batch(buffer.slice(start, min(CHUNK_BYTES, size - start)))
             if kind == "kv":
                 self._sent(leaf)
-
-        buffer, size = pa.py_buffer(data), len(data)
-        pieces = (
-            buffer.slice(start, min(CHUNK_BYTES, size - start))
-            for start in range(0, size, CHUNK_BYTES)
-        )
-        return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
+        finally:
+            self._streams.release()
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         name = action.body.to_pybytes()
@@ -234,42 +231,16 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightServerError(GONE) from None
 
 
-class _Chunks:
-    """Chunks of a file; `sent` is called after the last, `done` always."""
-
-    def __init__(
-        self, pieces: Iterator[Any], sent: Callable[[], None], done: Callable[[], None]
-    ) -> None:
-        self._pieces = pieces
-        self._sent = sent
-        self._done: Callable[[], None] | None = done
-
-    def __iter__(self) -> _Chunks:
-        return self
-
-    def __next__(self) -> Any:
-        part = next(self._pieces, None)
-        if part is None:
-            self._sent()
-            self._end()
-            raise StopIteration
-        column = pa.Array.from_buffers(pa.uint8(), part.size, [None, part])
-        return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
-
-    def __del__(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            done()
+def _batch(piece: Any) -> Any:
+    column = pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])
+    return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
 
 
 def _split(name: bytes) -> tuple[str, str]:
     match = NAME.fullmatch(name.decode("ascii", "replace"))
     if match is None:
         raise flight.FlightServerError(GONE)
-    return (match[1], match[2]) if match[1] else (match[3], match[4])
+    return match[1], match[2]
 
 
 class Client:

@@ -122,15 +122,15 @@ def test_stream_that_stalls_is_late_and_gives_its_seat_back(
 ) -> None:
     stalled = threading.Event()
     sent: list[int] = []
-    real = ours._Chunks.__next__
+    real = ours._batch
 
-    def slow(self: Any) -> Any:
+    def slow(piece: Any) -> Any:
         if sent and not stalled.is_set():
             stalled.wait(1.0)
         sent.append(1)
-        return real(self)
+        return real(piece)
 
-    monkeypatch.setattr(ours._Chunks, "__next__", slow)
+    monkeypatch.setattr(ours, "_batch", slow)
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
         assert target.fetch(blob, timeout_s=0.3) == Lost(transfers.LATE)
@@ -144,14 +144,14 @@ def test_peer_that_serves_enough_already_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, gate = threading.Event(), threading.Event()
-    real = ours._Chunks.__next__
+    real = ours._batch
 
-    def slow(self: Any) -> Any:
+    def slow(piece: Any) -> Any:
         inside.set()
         gate.wait(WAIT_S)
-        return real(self)
+        return real(piece)
 
-    monkeypatch.setattr(ours._Chunks, "__next__", slow)
+    monkeypatch.setattr(ours, "_batch", slow)
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
         with ThreadPoolExecutor(1) as pool:

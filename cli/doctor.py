@@ -66,7 +66,7 @@ def doctor(
 ) -> None:
     """Check this machine: versions, extras, disk and GPUs, and a log if one is named."""
     findings = machine_findings()
-    resolved = load_config(config_file_in(config), override or ()) if config else None
+    resolved = load_config(config, override or ()) if config else None
     url = bus or (resolved.bus.url if resolved else "")
     if url:
         findings += log_findings(url, resolved)

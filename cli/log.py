@@ -30,11 +30,11 @@ from dora_pipe.cli.options import (
 )
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, terminal_columns
 from dora_pipe.cli.progress import progress
+from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ConfigError, SchemaError, UsageError, printable
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.plan import create_topics, topic_specs
-from dora_pipe.launch.run import load_wanted
 from dora_pipe.launch.run_dir import (
     IN_FILE,
     LOG_SUFFIX,
@@ -63,7 +63,7 @@ def create(config: ConfigArgument, override: OverrideOption = None) -> None:
 
     `run` and `orchestrator` do the same if their user may create topics.
     """
-    resolved = load_wanted(config, override or ())
+    resolved = load_config(config, override or ())
     if not resolved.bus.url:
         raise ConfigError(
             "log create needs a kafka:// log; this run uses SQLite",

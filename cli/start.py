@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -202,12 +201,15 @@ def run(
         raise UsageError("--resume continues a run and --from starts a new one: choose one")
     if with_optimizer and not from_:
         raise UsageError("--with-optimizer needs --from RUN@STEP")
+    from dora_pipe.config.load import load_config
     from dora_pipe.launch.plan import plan_new, plan_resume
-    from dora_pipe.launch.run import RESUMABLE_CODES, load_again, load_wanted, need_parts, supervise
+    from dora_pipe.launch.run import RESUMABLE_CODES, need_parts, refuse_copy, supervise
+    from dora_pipe.launch.run_dir import RunDir
     from dora_pipe.launch.supervisor import RunFailed
 
-    load = partial(load_again, root=root) if resume else load_wanted
-    resolved = load(config, override or ())
+    if resume:
+        refuse_copy(RunDir(config), root)
+    resolved = load_config(config, override or ())
     need_parts(resolved)
     if resume:
         plan = plan_resume(resolved, root, here=True)
@@ -233,13 +235,13 @@ def orchestrator(
     config: ConfigArgument, override: OverrideOption = None, root: RunsOption = RUNS
 ) -> None:
     """Start the orchestrator of a run, on any machine; a second one fences the first."""
+    from dora_pipe.config.load import load_config
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.plan import plan_elsewhere, plan_new, plan_resume
-    from dora_pipe.launch.run import load_wanted
     from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.ORCHESTRATOR)
-    resolved = load_wanted(config, override or ())
+    resolved = load_config(config, override or ())
     with locked(run_dir(resolved, root), shared=True):
         if run_dir(resolved, root).exists():
             plan = plan_resume(resolved, root)
@@ -257,24 +259,19 @@ def worker(
     root: RunsOption = RUNS,
 ) -> None:
     """Start one rollout worker of a run; its engine may differ from that of other workers."""
-    from dora_pipe.launch import local_roles, roles
-    from dora_pipe.launch.local_roles import show_gpus
-    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.config.load import load_config
+    from dora_pipe.launch import roles
     from dora_pipe.launch.run_dir import run_dir
     from dora_pipe.producers.engines.registry import check_engines, need_engines
     from dora_pipe.schemas.topics import check_worker_name
 
     check_worker_name(name)
     roles.talk(name)
-    resolved = load_wanted(config, override or ())
+    resolved = load_config(config, override or ())
     engine = engine or resolved.workers.engine
     need_engines([engine], resolved.task.directory)
     check_engines(resolved, [engine])
-    resolved = local_roles.with_engine(
-        resolved, engine, address=local_roles.worker_address(resolved, name)
-    )
-    show_gpus(resolved, name)
-    roles.worker(run_dir(resolved, root), resolved, name)
+    roles.worker(run_dir(resolved, root), resolved, name, engine=engine)
 
 
 def trainer(
@@ -290,18 +287,16 @@ def trainer(
 ) -> None:
     """Start the trainer of a run; a second one fences the first. On several machines, run the same
     command with different --node values."""
+    from dora_pipe.config.load import load_config
     from dora_pipe.launch import local_roles, roles
-    from dora_pipe.launch.local_roles import show_gpus
-    from dora_pipe.launch.run import load_wanted
     from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.TRAINER)
-    resolved = load_wanted(config, override or ())
+    resolved = load_config(config, override or ())
     if nodes > 1:
         words = ["trainer", str(config), "--runs", str(root), *(["--adopt"] if adopt else [])]
         words += [word for setting in override or () for word in ("-o", setting)]
         raise typer.Exit(_trainer_node(resolved, words, nodes, node, rendezvous))
-    show_gpus(resolved, local_roles.TRAINER)
     with locked(run_dir(resolved, root), shared=True):
         roles.trainer(run_dir(resolved, root), resolved, adopt=adopt)
 

@@ -103,9 +103,13 @@ ELSEWHERE: Final[Mapping[str, str]] = {
 
 
 def load_config(path: Path, overrides: Sequence[str], *, another: bool = False) -> Config:
-    """Read a configuration file with `key=value` overrides. Values are TOML; a bare word is a
-    string (``-o trainer.kind=torch``), and so is any value of a text key (``-o run.name=1``). With
-    `another`, a different kind of objective starts from its own defaults. Raises ConfigError."""
+    """Read a TOML file, or that of a run's directory, with `key=value` overrides.
+
+    Values are TOML; a bare word is a string (``-o trainer.kind=torch``), and so is any value of a
+    text key (``-o run.name=1``). With `another`, a different kind of objective starts from its own
+    defaults. Raises ConfigError.
+    """
+    path = config_file_in(path)
     table = read_table(path)
     take_apart(table)
     if another:

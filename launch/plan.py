@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import shutil
 import tempfile
 import time
@@ -35,6 +34,7 @@ from dora_pipe.core.loop.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import say, typed
+from dora_pipe.core.system.durable import write_atomically
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import own_engines
 from dora_pipe.launch.model_checks import check_chat, check_model, templated, unassigned_note
@@ -153,18 +153,12 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, her
             raise ConfigError(refused.text, hint=refused.hint)
         if config.bus.url:
             _make_topics(bus, config)
-        directory.path.mkdir(parents=True, exist_ok=True)
-        _write_whole(directory.path / BEGINS_WITH, first)
+        content = msgspec.json.format(msgspec.json.encode(first)) + b"\n"
+        write_atomically(directory.path / BEGINS_WITH, content)
         create(config, root)
         if not config.bus.url:
             _make_topics(bus, config)
     return Plan(directory=directory, config=config, first=first)
-
-
-def _write_whole(path: Path, first: msgspec.Struct) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(first)) + b"\n")
-    partial.replace(path)
 
 
 def sampled_nothing(directory: RunDir, config: Config) -> bool:

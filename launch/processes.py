@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,8 @@ import msgspec
 from dora_pipe.config.model import Config
 from dora_pipe.core.system.console import start_module
 from dora_pipe.core.system.linux import die_with
-from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch import roles
+from dora_pipe.launch.local_roles import ORCHESTRATOR, TRACES, TRAINER
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.control import RunStarted
 
@@ -67,15 +69,15 @@ def end_process(work: Callable[[], int]) -> NoReturn:
 def _be(start: RoleStart) -> int:
     die_with(start.parent_pid)
     directory, config, name = RunDir(Path(start.directory)), start.config, start.name
-    if name == local_roles.ORCHESTRATOR:
-        return roles.be_role(
-            name,
-            directory,
-            lambda: roles.orchestrator(directory, config, start.first, resumed_by=start.resumed_by),
-        )
-    if name == local_roles.TRACES:
-        return roles.be_role(name, directory, lambda: roles.traces(directory, config))
-    return roles.be_torch_role(directory, config, name, adopt=start.adopt)
+    works = {
+        ORCHESTRATOR: lambda: roles.orchestrator(
+            directory, config, start.first, resumed_by=start.resumed_by
+        ),
+        TRAINER: lambda: roles.trainer(directory, config, adopt=start.adopt),
+        TRACES: lambda: roles.traces(directory, config),
+    }
+    worker = partial(roles.worker, directory, config, name)
+    return roles.be_role(name, directory, works.get(name, worker))
 
 
 if __name__ == "__main__":

@@ -103,21 +103,6 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
     return 0
 
 
-def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool = False) -> int:
-    """Run the trainer or a worker in this process; log to a file; return the exit code."""
-
-    def start() -> None:
-        if name == TRAINER:
-            show_gpus(config, name)
-            trainer(directory, config, adopt=adopt)
-            return
-        own = with_engine(config, config.workers.engine, address=worker_address(config, name))
-        show_gpus(own, name)
-        worker(directory, own, name)
-
-    return be_role(name, directory, start)
-
-
 def share_cores() -> None:
     """Bound how long idle torch threads spin; call before importing torch.
 
@@ -170,8 +155,13 @@ def orchestrator(
         bus.close()
 
 
-def worker(directory: RunDir, config: Config, name: str) -> None:
-    """Run a rollout worker until the run ends or it is drained."""
+def worker(directory: RunDir, config: Config, name: str, *, engine: str = "") -> None:
+    """Run a rollout worker until the run ends or it is drained; `engine` may replace that of the
+    configuration."""
+    config = with_engine(
+        config, engine or config.workers.engine, address=worker_address(config, name)
+    )
+    show_gpus(config, name)
     from dora_pipe.producers.worker.kv_handover import KvHandover
     from dora_pipe.producers.worker.role import run_worker
 
@@ -212,6 +202,7 @@ def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, Po
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     """Run the trainer until the run ends; ranks above 0 follow rank 0."""
+    show_gpus(config, TRAINER)
     from dora_pipe.consumers.learners.registry import end_ranks, follows, make_learner, need_learner
     from dora_pipe.consumers.trainer.role import run_trainer
 

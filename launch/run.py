@@ -5,14 +5,13 @@ from __future__ import annotations
 import getpass
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.config.load import config_file_in, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import (
@@ -169,17 +168,8 @@ def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:
     )
 
 
-def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
-    return load_config(config_file_in(config), overrides)
-
-
-def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:
-    """Return the configuration of an existing run. Raises ConfigError for a copied directory."""
-    _refuse_copy(RunDir(config), root)
-    return load_wanted(config, overrides)
-
-
-def _refuse_copy(directory: RunDir, root: Path) -> None:
+def refuse_copy(directory: RunDir, root: Path) -> None:
+    """Raise ConfigError for the copied directory of a run."""
     if not directory.was_started:
         return
     run, called = directory.config().run.name, directory.path.resolve().name

@@ -39,6 +39,7 @@ from dora_pipe.config.outside import Store
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.core.system.console import RUNS, RUNS_VARIABLE, typed
+from dora_pipe.core.system.durable import write_atomically
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import FILE as CATALOGUE
 from dora_pipe.ledger.reading import read_catalogue
@@ -337,10 +338,8 @@ def create(config: Config, runs: Path = RUNS) -> RunDir:
 
 
 def store_config(directory: RunDir, config: Config) -> None:
-    """Write the resolved configuration into the run's directory atomically."""
-    partial = directory.config_file.with_suffix(".partial")
-    partial.write_text(dump_toml(config), encoding="utf-8")
-    partial.replace(directory.config_file)
+    """Write the resolved configuration into the run's directory."""
+    write_atomically(directory.config_file, dump_toml(config).encode())
 
 
 def check_room(path: Path) -> None:

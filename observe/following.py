@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.system.durable import write_atomically
 
 TURN_S: Final = 1.0
 RETRY_FIRST_S: Final = 0.5
@@ -33,11 +34,8 @@ class Checkpoint:
     def write(self, value: Any) -> None:
         """Write atomically. A full disk is not an error: rows may be sent twice."""
         if self.path is not None:
-            unfinished = self.path.with_name(f"{self.path.name}.tmp")
             with suppress(OSError):
-                unfinished.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.write_text(f"{json.dumps(value)}\n")
-                unfinished.replace(self.path)
+                write_atomically(self.path, f"{json.dumps(value)}\n".encode())
 
 
 class LogReading(Protocol):

@@ -18,8 +18,8 @@ from pyarrow import fs
 
 from dora_pipe.core.errors import ConfigError, ResourceError
 from dora_pipe.core.system.clock import Clock, SystemClock
-from dora_pipe.core.system.durable import sync
-from dora_pipe.store.files import TEMPORARY, Listed, is_no_room, no_room, resource_error
+from dora_pipe.core.system.durable import TEMPORARY, sync
+from dora_pipe.store.files import Listed, is_no_room, no_room, resource_error
 
 T = TypeVar("T")
 

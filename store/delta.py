@@ -131,16 +131,15 @@ def write_delta(
     old = {entry.name: entry for entry in read_entries(before)}
     new = sorted(read_entries(after), key=lambda entry: entry.name)
     elements = sum(math.prod(entry.shape) for entry in new)
-    with mapped(before) as old_data, mapped(after) as new_data, path.open("wb") as file:
-        out = _Hashed(file)
-        out.write(MAGIC)
+    with mapped(before) as old_data, mapped(after) as new_data, path.open("w+b") as file:
+        file.write(MAGIC)
         jobs = [
             partial(_packed, entry, start, _same(entry, old), (old_data, new_data))
             for entry in new
             for start in _starts(math.prod(entry.shape))
         ]
         packed = beside(lambda job: job(), jobs, sum(entry.end - entry.start for entry in new))
-        tensors, changed = _written(out, new, old, packed)
+        tensors, changed = _written(file, new, old, packed)
         head = _Head(
             before=digest_before,
             after=digest_after,
@@ -148,8 +147,9 @@ def write_delta(
             gone=tuple(sorted(old.keys() - {entry.name for entry in new})),
         )
         encoded = msgspec.json.encode(head)
-        out.write(encoded + struct.pack("<Q", len(encoded)))
-        file.write(out.digest())
+        file.write(encoded + struct.pack("<Q", len(encoded)))
+        file.seek(0)
+        file.write(hashlib.file_digest(file, "sha256").digest())
     return Change(changed=changed, elements=elements)
 
 
@@ -160,21 +160,8 @@ class _Packed:
     frames: tuple[bytes, bytes] = (b"", b"")
 
 
-class _Hashed:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self._sha256.update(data)
-        self._file.write(data)
-
-    def digest(self) -> bytes:
-        return self._sha256.digest()
-
-
 def _written(
-    out: _Hashed, new: Sequence[Entry], old: Mapping[str, Entry], packed: Iterator[_Packed]
+    file: BinaryIO, new: Sequence[Entry], old: Mapping[str, Entry], packed: Iterator[_Packed]
 ) -> tuple[list[Changed], int]:
     tensors: list[Changed] = []
     changed = 0
@@ -184,8 +171,7 @@ def _written(
             tensor = next(packed)
             blocks.append(tensor.block)
             changed += tensor.changed
-            for frame in tensor.frames:
-                out.write(frame)
+            file.writelines(tensor.frames)
         if any(block.count for block in blocks) or _same(entry, old) is None:
             tensors.append(Changed(entry.name, entry.dtype, entry.shape, tuple(blocks)))
     return tensors, changed

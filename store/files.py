@@ -16,7 +16,6 @@ from typing import Final, Protocol
 from dora_pipe.core.errors import NoRoom, ResourceError
 from dora_pipe.core.system.durable import NO_ROOM, sync
 
-TEMPORARY: Final = ".tmp-"
 BLOBS: Final = "blobs"
 """Values too large for the log (`bus.blobs`)."""
 

@@ -16,7 +16,8 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
-from dora_pipe.store.files import BLOBS, TEMPORARY, Files
+from dora_pipe.core.system.durable import TEMPORARY
+from dora_pipe.store.files import BLOBS, Files
 
 BLOB_ABOVE_BYTES: Final = 256 * 1024
 """Minimum size of values that go to the store."""

@@ -13,8 +13,6 @@ from dora_pipe.store.safetensors_file import read_manifest
 
 BlobKind = Literal["optimizer", "contributions", "change"]
 
-READ_BYTES: Final = 1 << 20
-
 _SUFFIX: Final[dict[BlobKind, str]] = {
     "optimizer": ".safetensors",
     "contributions": ".arrow",
@@ -50,11 +48,8 @@ def assets_digest(files: Collection[Path]) -> str:
 
 def file_sha256(path: Path) -> str:
     """Return the hex sha256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_weights(path: Path, digest: str) -> bool:

@@ -32,7 +32,7 @@ from typing import Final
 from dora_pipe.config.section import FULL_EVERY_MAX
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.system.clock import Clock, SystemClock
-from dora_pipe.core.system.durable import sync
+from dora_pipe.core.system.durable import TEMPORARY, sync
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.copies import CACHED, MADE, Fallbacks, place, shrink, touch
 from dora_pipe.store.delta import (
@@ -42,7 +42,7 @@ from dora_pipe.store.delta import (
     write_delta,
     write_from_deltas,
 )
-from dora_pipe.store.files import BLOBS, TEMPORARY, Files, Listed, LocalFiles, resource_error
+from dora_pipe.store.files import BLOBS, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.names import (
     BlobKind,
     assets_digest,

@@ -18,7 +18,7 @@ import msgspec
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.system.clock import Clock, SystemClock
-from dora_pipe.store.files import TEMPORARY
+from dora_pipe.core.system.durable import write_atomically
 from dora_pipe.store.safetensors_file import read_manifest
 
 SUFFIX: Final = ".verified"
@@ -130,11 +130,8 @@ def _is_noted(path: Path, digest: str) -> bool:
 
 
 def _write(path: Path, note: Note) -> None:
-    final = note_path(path)
-    partial = final.with_name(f"{TEMPORARY}{os.getpid()}-{final.name}")
     with suppress(OSError):
-        partial.write_bytes(msgspec.json.encode(note))
-        partial.replace(final)
+        write_atomically(note_path(path), msgspec.json.encode(note))
 
 
 @contextmanager

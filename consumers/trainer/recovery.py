@@ -19,6 +19,7 @@ from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.loop.run_lifecycle import records_between
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.system.durable import write_atomically
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 
@@ -44,11 +45,8 @@ def read_history(
 
 def write_snapshot(path: Path, content: bytes) -> None:
     """Write atomically; without a snapshot a restart reads all of control."""
-    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
+        write_atomically(path, content)
     except OSError as error:
         LOG.warning("no snapshot of the commits: %s", error)
 

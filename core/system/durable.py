@@ -10,6 +10,9 @@ from typing import Final
 
 from dora_pipe.core.errors import ResourceError
 
+TEMPORARY: Final = ".tmp-"
+"""Prefix of unfinished files."""
+
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errno values for no space."""
 
@@ -23,6 +26,14 @@ def need_temporary_folder() -> None:
             f"no writable temporary folder: {error.strerror}",
             hint="set TMPDIR to a folder that can be written; in a container, to a mounted volume",
         ) from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that readers see complete or not at all, without sync. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def sync(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.system.durable import TEMPORARY
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers.transfers import (
     AGE_MAX_NS,
@@ -34,7 +35,6 @@ from dora_pipe.store.transfers.transfers import (
 )
 
 SUFFIX: Final = ".safetensors"
-TEMPORARY: Final = ".tmp-"
 OWNER_ONLY: Final = 0o700
 """KV caches reveal what policies generate."""
 

@@ -21,7 +21,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
 from dora_pipe.launch import plan
 from dora_pipe.launch.plan import check_data, check_log, run_started
-from dora_pipe.launch.run import load_again
+from dora_pipe.launch.run import refuse_copy
 from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
 from dora_pipe.orchestrator.process.snapshot_files import file_bytes
 from dora_pipe.orchestrator.snapshots import body_of
@@ -237,7 +237,8 @@ def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
     folder = directory / "mine"
     folder.mkdir()
     shutil.copy(finished.directory / "config.toml", folder)
-    assert load_again(folder, (), finished.directory.parent).run.name == "recorded"
+    refuse_copy(RunDir(folder), finished.directory.parent)
+    assert load_config(folder, ()).run.name == "recorded"
 
 
 def test_a_living_run_is_not_resumed_beside_itself(finished: RecordedRun, call: Call) -> None:

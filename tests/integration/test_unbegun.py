@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.config.load import load_config
 from dora_pipe.config.retention import keep_every_of
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.core.pure.records import Append
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
-from dora_pipe.launch.run import load_again, load_wanted
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import Round, StopRun
@@ -42,7 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(*overrides: str, parent: str = "") -> Plan:
-    return plan_new(load_wanted(Path("config.toml"), overrides), ROOT, parent=parent)
+    return plan_new(load_config(Path("config.toml"), overrides), ROOT, parent=parent)
 
 
 def begun(*overrides: str) -> RunStarted:
@@ -54,7 +54,7 @@ def begun(*overrides: str) -> RunStarted:
 
 
 def resumed(run: str, *overrides: str) -> Plan:
-    return plan_resume(load_again(ROOT / run, overrides, ROOT), ROOT, here=True)
+    return plan_resume(load_config(ROOT / run, overrides), ROOT, here=True)
 
 
 def begins_with(first: RunStarted) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,14 @@ from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch import local_roles, roles
-from dora_pipe.launch.local_roles import ORDER, VISIBLE, gpus_of, need_gpus, visible
-from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.launch.local_roles import (
+    ORDER,
+    VISIBLE,
+    gpus_of,
+    need_gpus,
+    show_gpus,
+    visible,
+)
 from dora_pipe.producers.engines import registry
 from dora_pipe.producers.engines.vllm import core as vllm_core
 
@@ -85,46 +90,31 @@ def test_a_gpu_that_is_not_visible_is_one_line_before_anything_starts(
 @pytest.mark.parametrize(
     ("name", "expected"), [("w0", ("1", "PCI_BUS_ID")), ("trainer", ("0,3", "PCI_BUS_ID"))]
 )
-def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, expected: tuple[str, str]
-) -> None:
-    def tell(directory: RunDir, *_: object, **__: object) -> None:
-        texts = [os.environ.get(entry, "-") for entry in (VISIBLE, ORDER[0])]
-        (directory.path / "seen").write_text(" ".join(texts))
-
-    monkeypatch.setattr(roles, "worker", tell)
-    monkeypatch.setattr(roles, "trainer", tell)
-    shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
-    _forked(lambda: roles.be_torch_role(RunDir(tmp_path), shared, name))
-    assert (tmp_path / "seen").read_text() == " ".join(expected)
-    assert VISIBLE not in os.environ
-
-
-def _forked(role: Callable[[], int]) -> None:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = role()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def test_a_role_sees_its_own_gpus(name: str, expected: tuple[str, str]) -> None:
+    show_gpus(config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]}), name)
+    assert (os.environ[VISIBLE], os.environ[ORDER[0]]) == expected
 
 
 def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     observed: list[str] = []
+
+    def settle(*_: object) -> None:
+        observed.append(os.environ.get(VISIBLE, "-"))
+        raise InterruptedError
+
     monkeypatch.setattr(roles, "talk", lambda _: None)
     monkeypatch.setattr(registry, "need_engines", lambda *_: None)
-    monkeypatch.setattr(roles, "worker", lambda *_: observed.append(os.environ.get(VISIBLE, "-")))
+    monkeypatch.setattr(roles, "settle", settle)
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
         '[workers]\nengine = "torch"\ngpus = [4, 5]\n'
     )
-    worker(path, name="w1", root=tmp_path)
-    worker(path, name="w1", engine="vllm", root=tmp_path)
+    for engine in ("torch", "vllm"):
+        with pytest.raises(InterruptedError):
+            worker(path, name="w1", engine=engine, root=tmp_path)
     assert observed == ["-", "5"]
 
 

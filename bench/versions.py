@@ -242,7 +242,7 @@ def _store(setup: Place, stack: ExitStack) -> PolicyStore:
         return PolicyStore(Path(setup.root))
     root, peers = Path(setup.root), None
     if setup.peer:
-        peers = PeerWeights(_serve(root, stack), lambda _: [setup.peer])
+        peers = PeerWeights(_serve(root, stack).copy, lambda _: [setup.peer])
     remote = open_files(Path(setup.store).as_uri(), folder=RUN)
     return PolicyStore(root, remote, with_deltas=setup.with_deltas, peers=peers)
 

@@ -48,13 +48,11 @@ class DiskWatch:
         report: Callable[[str], None],
         clock: Clock,
         *,
-        elsewhere: Callable[[], str] = str,
-        low: Callable[[], str] = str,
+        brokers: Callable[[], tuple[str, str]] = lambda: ("", ""),
     ) -> None:
-        """`elsewhere` describes full disks of other machines, `low` almost full disks."""
+        """`brokers` is the answer of `broker_trouble`."""
         self._places = places
-        self._elsewhere = elsewhere
-        self._low = low
+        self._brokers = brokers
         self._warned = False
         self._report = report
         self._clock = clock
@@ -71,8 +69,11 @@ class DiskWatch:
         if now_ns < self._look_ns:
             return
         self._look_ns = now_ns + int(LOOK_S * 1e9)
-        self._warn(self._low())
-        warning = full_disk(*self._places) or self._elsewhere()
+        stops, low = self._brokers()
+        if low and not self._warned:
+            self._report(f"{low}: free space, or the run will wait")
+        self._warned = bool(low)
+        warning = full_disk(*self._places) or stops
         if not warning:
             if self._since_ns is not None:
                 self._report("disk space is available again; the run continues")
@@ -87,11 +88,6 @@ class DiskWatch:
                 lasted,
                 hint="free space and restart stopped brokers; no logged record is lost",
             )
-
-    def _warn(self, low: str) -> None:
-        if low and not self._warned:
-            self._report(f"{low}: free space, or the run will wait")
-        self._warned = bool(low)
 
 
 BROKERS_LOOK_S: Final = 2.0
@@ -131,16 +127,12 @@ class BrokerWatch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="broker-watch", daemon=True)
 
-    def stops(self) -> str:
-        """Return why the log rejects appends, as the brokers last reported."""
-        stops, low = self._seen
-        if not self._away:
-            return stops
-        reason = stops or low
-        return f"the log is not reachable; when last reached: {reason}" if reason else ""
-
-    def low(self) -> str:
-        return "" if self._away else self._seen[1]
+    def trouble(self) -> tuple[str, str]:
+        """Return the last answer; if the log is away, the likely reason."""
+        reason = self._seen[0] or self._seen[1]
+        if not self._away or not reason:
+            return self._seen
+        return f"the log is not reachable; when last reached: {reason}", ""
 
     def __enter__(self) -> BrokerWatch:
         if is_watched(self._config):

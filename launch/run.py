@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -76,14 +75,19 @@ def _supervise(
     names = [local_roles.ORCHESTRATOR, local_roles.TRAINER, *workers]
     if config.telemetry.traces != "off":
         names.append(local_roles.TRACES)
+
+    def assets() -> Path:
+        return directory.policies(config).assets(plan.first.assets_digest)
+
     with (
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
-        PromptWatch(config, plan.first, partial(_assets, plan)) as prompts,
+        PromptWatch(config, plan.first, assets) as prompts,
     ):
-        progress = progress_of(bus, config, directory.logs, verbose=verbose)
+        progress = _progress(bus, config, directory.logs, verbose=verbose)
         console = RunConsole(progress, report)
-        disk = disk_watch(directory, config, brokers, report)
+        places = (directory.path, directory.store(config))
+        disk = DiskWatch(places, report, SystemClock(), brokers=brokers.trouble)
 
         def turn() -> None:
             disk.turn()
@@ -99,7 +103,11 @@ def _supervise(
             lambda name: _start(plan, name),
             stop_order=stop_order(workers, names),
             spare=(local_roles.TRACES,),
-            workers=workers_of(progress, workers),
+            workers=Workers(
+                names=workers,
+                elsewhere=lambda: progress.elsewhere(workers),
+                served=lambda name: progress.served[name],
+            ),
             timing=config.timing,
             logs=directory.logs,
             watch=turn,
@@ -111,30 +119,11 @@ def _supervise(
         return finished
 
 
-def _assets(plan: Plan) -> Path:
-    return plan.directory.policies(plan.config).assets(plan.first.assets_digest)
-
-
-def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
+def _progress(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
     return RunProgress(bus, topics, alarms=alarms, logs=logs, past=past, verbose=verbose)
-
-
-def disk_watch(
-    directory: RunDir, config: Config, brokers: BrokerWatch, report: Callable[[str], None]
-) -> DiskWatch:
-    places = (directory.path, directory.store(config))
-    return DiskWatch(places, report, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
-
-
-def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
-    return Workers(
-        names=names,
-        elsewhere=lambda: progress.elsewhere(names),
-        served=lambda name: progress.served[name],
-    )
 
 
 def need_parts(config: Config) -> None:

@@ -30,12 +30,10 @@ import msgspec
 from msgspec.structs import replace
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.blobs import BlobStore
 from dora_pipe.bus.bus import Bus
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
-from dora_pipe.config.outside import Store
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.core.system.console import RUNS, RUNS_VARIABLE, typed
@@ -105,15 +103,6 @@ class RunDir:
         """
         return self.log_location(config).open()
 
-    def blobs(self, config: Config) -> BlobStore:
-        """Return the store of values too large for the log, shared by all machines.
-
-        Raises ConfigError for an unusable `store.url`.
-        """
-        store = self.log_location(config).blob_store()
-        assert store is not None
-        return store
-
     def log_location(self, config: Config) -> LogLocation:
         return LogLocation(
             run=config.run.name,
@@ -132,14 +121,22 @@ class RunDir:
     def policies(
         self, config: Config, peers: Callable[[str, Path], bool] | None = None
     ) -> PolicyStore:
-        """Return the policy store; it asks `peers` first. Raises ConfigError."""
-        every = config.policies.full_every
-        return open_store(
-            self.store(config),
-            config.store,
-            run=config.run.name,
-            with_deltas=None if every == "auto" else every > 1,
+        """Return the policy store, without connecting yet; it asks `peers` first.
+
+        Runs under one `store.url` have separate folders. Raises ConfigError.
+        """
+        section, every = config.store, config.policies.full_every
+        root, bytes_max = self.store(config), int(section.cache_gb * 1e9)
+        if not section.url:
+            return PolicyStore(root, cache_bytes_max=bytes_max)
+        from dora_pipe.store.arrow_files import open_files  # slow to import
+
+        return PolicyStore(
+            root,
+            open_files(section.url, folder=config.run.name),
+            cache_bytes_max=bytes_max,
             peers=peers,
+            with_deltas=None if every == "auto" else every > 1,
         )
 
     @property
@@ -393,27 +390,3 @@ def _lock(descriptor: int, directory: RunDir, *, shared: bool) -> None:
     os.ftruncate(descriptor, 0)
     if not shared:
         os.write(descriptor, b"%d\n" % os.getpid())
-
-
-def open_store(
-    root: Path,
-    section: Store,
-    *,
-    run: str,
-    with_deltas: bool | None = False,
-    peers: Callable[[str, Path], bool] | None = None,
-) -> PolicyStore:
-    """Open the policy store of a run without connecting yet.
-
-    `root` is the run's directory, or that of local copies. For `with_deltas` and `peers` see
-    `PolicyStore`. Runs under one address have separate folders. Raises ConfigError.
-    """
-    bytes_max = int(section.cache_gb * 1e9)
-    if not section.url:
-        return PolicyStore(root, cache_bytes_max=bytes_max)
-    from dora_pipe.store.arrow_files import open_files  # slow to import
-
-    remote = open_files(section.url, folder=run)
-    return PolicyStore(
-        root, remote, cache_bytes_max=bytes_max, peers=peers, with_deltas=with_deltas
-    )

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -57,14 +57,6 @@ class Workers:
 
 
 Start = Callable[[str], subprocess.Popen[bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Exit code of a role's process; negative: killed by that signal."""
-
-    name: str
-    code: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,49 +142,48 @@ class Supervisor:
         ended = self._ends()
         if not ended:
             time.sleep(TICK_S)
-        for report in ended:
-            self._role_ended(report, restart=restart)
+        for name, code in ended:
+            self._role_ended(name, code, restart=restart)
         self._watch()
 
-    def _ends(self) -> list[Ended]:
+    def _ends(self) -> list[tuple[str, int]]:
+        """Return the roles that ended with their exit codes; negative: killed by that signal."""
         ended = []
         for name, role in self._roles.items():
             if role.process is not None and (code := role.process.poll()) is not None:
                 role.process = None
-                ended.append(Ended(name, code))
+                ended.append((name, code))
         return ended
 
-    def _role_ended(self, report: Ended, *, restart: bool) -> None:
-        role = self._roles[report.name]
-        if report.code == 0 or not restart:
-            role.done = True
+    def _role_ended(self, name: str, code: int, *, restart: bool) -> None:
+        if code == 0 or not restart:
+            self._roles[name].done = True
             return
-        waited_out = report.code - WAITED_OUT in PATIENT_CODES
+        waited_out = code - WAITED_OUT in PATIENT_CODES
         if waited_out:
-            report = replace(report, code=report.code - WAITED_OUT)
-        may_be_lost = report.name in self._workers.names or report.name in self._spare
-        if (waited_out and not may_be_lost and not self._held_up()) or report.code in BROKEN_CODES:
-            self._fail(report)
-        elif report.code in FATAL_CODES:
-            self._give_up(report)
+            code -= WAITED_OUT
+        may_be_lost = name in self._workers.names or name in self._spare
+        if (waited_out and not may_be_lost and not self._held_up()) or code in BROKEN_CODES:
+            self._fail(name, code)
+        elif code in FATAL_CODES:
+            self._give_up(name, code)
         else:
-            self._again(report, role)
+            self._restart(name, code)
 
-    def _again(self, report: Ended, role: _Role) -> None:
-        now_s = time.monotonic()
+    def _restart(self, name: str, code: int) -> None:
+        role, now_s = self._roles[name], time.monotonic()
         if self._held_up():
             role.starts_s.clear()
             role.due_s = now_s + BACKOFF_MAX_S
             return
         while role.starts_s and role.starts_s[0] < now_s - RESTART_WINDOW_S:
             role.starts_s.popleft()
-        if max(len(role.starts_s), self._fruitless(report.name)) > self._timing.max_restarts:
-            self._give_up(report)
+        if max(len(role.starts_s), self._fruitless(name)) > self._timing.max_restarts:
+            self._give_up(name, code)
             return
         pause_s = min(BACKOFF_FIRST_S * 2 ** (len(role.starts_s) - 1), BACKOFF_MAX_S)
         role.due_s = now_s + pause_s
-        message, _ = self._ended(report)
-        say(f"{message}; restarting it in {pause_s:.1f} s")
+        say(f"{self._ended(name, code)[0]}; restarting it in {pause_s:.1f} s")
 
     def _fruitless(self, name: str) -> int:
         """Return consecutive starts without a loaded version; loading may outlast the window."""
@@ -203,28 +194,28 @@ class Supervisor:
             role.served = served
         return role.fruitless
 
-    def _give_up(self, report: Ended) -> None:
-        name, workers = report.name, self._workers.names
+    def _give_up(self, name: str, code: int) -> None:
+        workers = self._workers.names
         running = any(not self._roles[worker].done for worker in workers if worker != name)
         if name in workers and not running and not self._workers.elsewhere():
-            self._fail(report, "no worker is left to serve a version: ")
+            self._fail(name, code, "no worker is left to serve a version: ")
         elif name in workers or name in self._spare:
             self._roles[name].done = True
-            say(f"{self._ended(report)[0]}; the run continues without it")
+            say(f"{self._ended(name, code)[0]}; the run continues without it")
         else:
-            self._fail(report)
+            self._fail(name, code)
 
-    def _ended(self, report: Ended) -> tuple[str, str]:
-        message, hint = self._last_error(report.name) if report.code > 0 else ("", "")
-        return f"{report.name} {how(report.code)}" + (f": {message}" if message else ""), hint
+    def _ended(self, name: str, code: int) -> tuple[str, str]:
+        message, hint = self._last_error(name) if code > 0 else ("", "")
+        return f"{name} {how(code)}" + (f": {message}" if message else ""), hint
 
-    def _fail(self, report: Ended, why: str = "") -> None:
-        message, hint = self._ended(report)
+    def _fail(self, name: str, code: int, why: str = "") -> None:
+        message, hint = self._ended(name, code)
         self._interrupts = 1
         self._stop()
-        code = report.code if report.code > 0 else 1
-        see = f"see {self._logs / report.name}.log"
-        raise RunFailed(why + message, code=code, hint=f"{hint}; {see}" if hint else see)
+        see = f"see {self._logs / name}.log"
+        hint = f"{hint}; {see}" if hint else see
+        raise RunFailed(why + message, code=code if code > 0 else 1, hint=hint)
 
     def _last_error(self, name: str) -> tuple[str, str]:
         path = self._logs / f"{name}.log"

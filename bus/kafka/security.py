@@ -130,14 +130,9 @@ class KafkaSecurity:
                 f"no password for the Kafka user `{self.username}`",
                 hint=f"set {PASSWORD_VARIABLE}, or bus.password_file to a file that holds it",
             )
+        content = read_secret("bus.password_file", self.password_file)
         try:
-            with Path(self.password_file).open("rb") as file:
-                content = file.read(SECRET_BYTES_MAX + 1)
-            if len(content) > SECRET_BYTES_MAX:
-                raise ConfigError(f"bus.password_file: {self.password_file} is too large")
             password = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except OSError as error:
-            raise _unusable("password_file", self.password_file, error) from None
         except UnicodeDecodeError:
             # The error quotes the bytes.
             raise ConfigError(f"bus.password_file: {self.password_file} is not UTF-8") from None
@@ -147,6 +142,18 @@ class KafkaSecurity:
 
 
 PLAINTEXT = KafkaSecurity()
+
+
+def read_secret(key: str, path: str) -> bytes:
+    """Return a file of at most `SECRET_BYTES_MAX`. Raises ConfigError, which names `key`."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(SECRET_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path}: {_why(error)}") from None
+    if not 0 < len(content) <= SECRET_BYTES_MAX:
+        raise ConfigError(f"{key}: {path} is {'too large' if content else 'empty'}")
+    return content
 
 
 def _unusable(key: str, path: str, error: OSError) -> ConfigError:

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,7 +45,6 @@ from dora_pipe.store.transfers.transfers import (
     UNREADABLE,
     Array,
     Lost,
-    Sink,
     misnamed,
 )
 
@@ -435,7 +434,7 @@ class FlightTransfers:
         self._server.shutdown()
         self._server.wait()
 
-    def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
+    def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
         """Write a peer's weights or delta to `target`, unverified; return None on success."""
         size = self._client.size(peer, name)
         if isinstance(size, Lost):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from dora_pipe.bus.bus import Bus
+from dora_pipe.bus.kafka.security import read_secret
 from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.clock import Clock
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TRANSFERS_TOKEN"
 TOKEN_CHARACTERS_MIN: Final = 16
-TOKEN_BYTES_MAX: Final = 64 * 1024
 LOOPBACK: Final = "127.0.0.1"
 """Default of `host`: unreachable from outside."""
 
@@ -65,7 +65,7 @@ def open_transfers(
             hint="set transfers.host to an own address and transfers.port to a free port",
         ) from None
     finder = PeerFinder(open_bus, topics, own=flight.address)
-    return Opened(transfers=flight, peers=PeerWeights(flight, finder.having))
+    return Opened(transfers=flight, peers=PeerWeights(flight.copy, finder.having))
 
 
 def need_transfers(section: Section) -> None:
@@ -80,10 +80,10 @@ def _identity(section: Section, run: str) -> Identity:
     server: tuple[tuple[str, Any], ...] = ()
     client: tuple[tuple[str, Any], ...] = ()
     if section.cert_file:
-        identity = _content("cert_file", section.cert_file)
+        identity = read_secret("transfers.cert_file", section.cert_file)
         server = (("tls_certificates", [(identity, identity)]),)
     if section.ca_file:
-        client = (("tls_root_certs", _content("ca_file", section.ca_file)),)
+        client = (("tls_root_certs", read_secret("transfers.ca_file", section.ca_file)),)
     return Identity(
         token=_token(),
         run=run,
@@ -107,15 +107,3 @@ def _token() -> bytes:
             hint="make one: openssl rand -hex 32",
         )
     return token
-
-
-def _content(key: str, path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(TOKEN_BYTES_MAX + 1)
-    except OSError as error:
-        why = (error.strerror or type(error).__name__).lower()
-        raise ConfigError(f"transfers.{key}: {path}: {why}") from None
-    if not 0 < len(content) <= TOKEN_BYTES_MAX:
-        raise ConfigError(f"transfers.{key}: {path} is {'too large' if content else 'empty'}")
-    return content

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Final, Protocol
+from typing import BinaryIO, Final
 
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
@@ -15,7 +15,7 @@ from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.transfers.transfers import Lost, Sink
+from dora_pipe.store.transfers.transfers import Lost
 
 TAIL_RECORDS: Final = 4000
 """Records per partition, of hundreds of roles."""
@@ -69,17 +69,15 @@ def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
     return status if isinstance(status, WorkerStatus | TrainerStatus) else None
 
 
-class PeerFiles(Protocol):
-    """Fetcher of peer files; see `FlightTransfers.copy`."""
-
-    def copy(self, peer: str, name: str, target: Sink) -> Lost | None: ...
+Copy = Callable[[str, str, BinaryIO], Lost | None]
+"""Write a file of a peer, by address and name; see `FlightTransfers.copy`."""
 
 
 class PeerWeights:
     """Peers of a `PolicyStore`; `having` returns those that may have a name."""
 
-    def __init__(self, source: PeerFiles, having: Callable[[str], list[str]]) -> None:
-        self._source = source
+    def __init__(self, copy: Copy, having: Callable[[str], list[str]]) -> None:
+        self._copy = copy
         self._having = having
 
     def __call__(self, name: str, target: Path) -> bool:
@@ -93,7 +91,7 @@ class PeerWeights:
         weights = f"weights/{leaf.partition('.')[0]}.safetensors"
         for peer in self._having(weights)[:PEERS_MAX]:
             with target.open("wb") as file:
-                lost = self._source.copy(peer, name, file)
+                lost = self._copy(peer, name, file)
             if lost is None:
                 LOG.info("%s came from %s", name[:20], peer)
                 return True

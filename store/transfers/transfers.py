@@ -47,12 +47,6 @@ class Lost:
     why: str
 
 
-class Sink(Protocol):
-    """Target of file bytes."""
-
-    def write(self, data: Any, /) -> int: ...
-
-
 class Transfers(Protocol):
     """Keeper of blobs until dropped; thread-safe, may block."""
 

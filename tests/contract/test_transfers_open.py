@@ -289,14 +289,14 @@ def test_weights_come_from_a_peer_and_the_store_is_not_read(tmp_path: Path) -> N
     trainer = PolicyStore(tmp_path / "t" / "policies", remote)
     manifest = trainer.publish_weights(Writer(1.5))
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
-        peers = PeerWeights(target, peers_of(source.address))
+        peers = PeerWeights(target.copy, peers_of(source.address))
         store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
         assert (
             store.weights(manifest.digest).read_bytes()
             == trainer.weights_path(manifest.digest).read_bytes()
         )
         with served(tmp_path / "v") as third:  # who has them serves them
-            peers = PeerWeights(third, peers_of(target.address))
+            peers = PeerWeights(third.copy, peers_of(target.address))
             other = PolicyStore(tmp_path / "v" / "policies", remote, peers=peers)
             assert other.verify(manifest.digest) == manifest
     assert remote.reads == 0
@@ -309,7 +309,7 @@ def test_a_delta_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Pat
     worker = PolicyStore(tmp_path / "w" / "policies", remote)
     worker.weights(first.manifest.digest)
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
-        peers = PeerWeights(target, peers_of(source.address))
+        peers = PeerWeights(target.copy, peers_of(source.address))
         store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers, with_deltas=True)
         assert store.verify(second.manifest.digest) == second.manifest
     assert remote.reads == 1
@@ -335,7 +335,7 @@ def test_store_is_read_where_peers_do_not_help(case: str, tmp_path: Path) -> Non
             path.write_bytes(path.read_bytes()[:-1])
         elif case == "dead":
             source.close()
-        peers = PeerWeights(target, peers_of(*([] if case == "nobody" else [address])))
+        peers = PeerWeights(target.copy, peers_of(*([] if case == "nobody" else [address])))
         store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
         assert store.verify(manifest.digest) == manifest
     assert remote.reads == 1
@@ -348,7 +348,7 @@ def test_peer_cannot_give_weights_that_the_store_lacks_under_a_wrong_name(tmp_pa
     (tmp_path / "remote" / f"weights/{manifest.digest}.safetensors").write_bytes(b"damaged")
     trainer.weights_path(manifest.digest).write_bytes(b"damaged too")
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
-        peers = PeerWeights(target, peers_of(source.address))
+        peers = PeerWeights(target.copy, peers_of(source.address))
         store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
         with pytest.raises(PolicyError):
             store.weights(manifest.digest)
@@ -358,13 +358,12 @@ def test_peer_cannot_give_weights_that_the_store_lacks_under_a_wrong_name(tmp_pa
 def test_so_many_peers_are_asked_and_for_weights_only(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    class Dead:
-        def copy(self, peer: str, name: str, target: Any) -> Lost | None:
-            asked.append(peer)
-            return Lost(UNREACHABLE if len(asked) % 2 else GONE)
+    def dead(peer: str, name: str, target: Any) -> Lost | None:
+        asked.append(peer)
+        return Lost(UNREACHABLE if len(asked) % 2 else GONE)
 
     addresses = [f"grpc://p{number}:1" for number in range(PEERS_MAX + 3)]
-    peers = PeerWeights(Dead(), peers_of(*addresses))
+    peers = PeerWeights(dead, peers_of(*addresses))
     assert peers(NAME, tmp_path / "x") is False
     assert asked == addresses[:PEERS_MAX]
     assert peers("optimizer/" + DIGEST, tmp_path / "x") is False

@@ -77,7 +77,9 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
 
 def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
     log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
-    return BlobBus(FaultBus(log, injector), directory.blobs(config))
+    blobs = directory.log_location(config).blob_store()
+    assert blobs is not None
+    return BlobBus(FaultBus(log, injector), blobs)
 
 
 def _orchestrator(directory: RunDir) -> None:

@@ -66,7 +66,7 @@ def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
     )
     replies: list[str] = []
     clock, text = VirtualClock(), [directory(free=5).stops]
-    watch = DiskWatch((tmp_path,), replies.append, clock, elsewhere=lambda: text[-1])
+    watch = DiskWatch((tmp_path,), replies.append, clock, brokers=lambda: (text[-1], ""))
     watch.turn()
     assert watch.full and replies[0].endswith("free space within 120 s")
     assert "/data of broker 2 is full: 5 B free; roles wait" in replies[0]
@@ -85,7 +85,7 @@ def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
 def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
     replies: list[str] = []
     clock, low = VirtualClock(), [directory(free=LOW_BYTES - 1).low]
-    watch = DiskWatch((tmp_path,), replies.append, clock, low=lambda: low[-1])
+    watch = DiskWatch((tmp_path,), replies.append, clock, brokers=lambda: ("", low[-1]))
     for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
         clock.sleep(1.0)
         watch.turn()
@@ -109,17 +109,16 @@ def test_last_answer_of_a_cluster_explains_why_it_is_away(monkeypatch: pytest.Mo
     with BrokerWatch(config, lambda config: MemoryBus(MemoryLog())) as watch:
         assert asked.wait(WAIT_S)
         limit = threading.Event()
-        while not watch.stops().startswith("the log is not reachable"):
+        while not watch.trouble()[0].startswith("the log is not reachable"):
             assert not limit.wait(0.01)
-        assert watch.low() == ""
-    assert watch.stops() == "the log is not reachable; when last reached: 5 B free"
+    assert watch.trouble() == ("the log is not reachable; when last reached: 5 B free", "")
 
 
 def test_other_logs_have_no_brokers_to_ask() -> None:
     config = make_config()
     assert broker_trouble(config, MemoryBus(MemoryLog()), Topics("r")) == ("", "")
     with BrokerWatch(config, _never) as watch:
-        assert (watch.stops(), watch.low()) == ("", "")
+        assert watch.trouble() == ("", "")
 
 
 def _away() -> Said:

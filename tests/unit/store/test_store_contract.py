@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from dora_pipe.config.outside import Store
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
-from dora_pipe.launch.run_dir import open_store
+from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.store.arrow_files import PAUSES_S, ArrowFiles, open_files
 from dora_pipe.store.copies import KEEP_S, shrink
 from dora_pipe.store.files import Files, LocalFiles
 from dora_pipe.store.names import blob_name, digest_in, weights_name
 from dora_pipe.store.store import PolicyStore
+from tests.support.cluster import make_config
 from tests.support.stores import HeldBack, Writer, assets_in, s3_files
 from tests.support.worker import VirtualClock
 
@@ -267,9 +267,9 @@ def test_address_that_cannot_be_is_a_config_error(url: str) -> None:
 
 
 def test_every_run_has_a_folder_of_its_own_under_an_address(tmp_path: Path) -> None:
-    section = Store(url=f"file://{tmp_path}/shared")
-    first = open_store(tmp_path / "a", section, run="one")
-    second = open_store(tmp_path / "b", section, run="two")
+    url = f"file://{tmp_path}/shared"
+    configs = [make_config(run__name=name, store__url=url) for name in ("one", "two")]
+    first, second = (RunDir(tmp_path / config.run.name).policies(config) for config in configs)
     manifest = first.publish_weights(Writer(1.0))
     assert second.everything() == []
     assert (tmp_path / "shared" / "one" / weights_name(manifest.digest)).is_file()

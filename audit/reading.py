@@ -10,8 +10,7 @@ from typing import Final
 
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.places import PlaceReader, RecordPlace
+from dora_pipe.bus.logged import Damage, PlaceReader, RecordPlace, logged_trajectory
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.database import LoggedRecord

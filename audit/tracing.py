@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from contextlib import closing
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage, PlaceReader
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import RecordLogged

@@ -29,7 +29,6 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
 from dora_pipe.store.transfers.peers import PeerWeights
 from dora_pipe.store.verified import need_digest
@@ -206,9 +205,10 @@ def _copied(source: Path, target: Path) -> float:
 
 def _serve(root: Path, stack: ExitStack) -> FlightTransfers:
     transfers = FlightTransfers(
-        MappedFiles(root / "handover", clock=SystemClock()),
+        root / "handover",
         Identity(token=TOKEN, run=RUN, host=HOST),
         stored=lambda name: root / name,
+        clock=SystemClock(),
     )
     stack.callback(transfers.close)
     return transfers

@@ -7,8 +7,7 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage, PlaceReader
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, Catalogue, TableMissing, logged_records
 from dora_pipe.ledger.tables import CALLS, CallRow

@@ -1,6 +1,7 @@
 """Errors of Kafka's client as ours, with hints.
 
-The client only times out when refused, so `probe` checks TLS, SASL, login and brokers by hand.
+The client only times out when refused, so `probe` checks TLS, SASL, login and brokers by hand. It
+splits a batch that is too large until one record is left.
 """
 
 from __future__ import annotations
@@ -23,8 +24,18 @@ from kafka.protocol.sasl import (
     SaslHandshakeResponse,
 )
 
+from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, KafkaSecurity
-from dora_pipe.core.errors import AccessRefused, BusError, Fenced, LogTruncated, TopicMissing
+from dora_pipe.core.errors import (
+    AccessRefused,
+    BusError,
+    Fenced,
+    LogTruncated,
+    RecordRefused,
+    RecordTooLarge,
+    TopicMissing,
+)
+from dora_pipe.core.pure.records import Append
 
 ROOM_HINT = "check the brokers and their disks with `dora-pipe why`"
 QUOTA_HINT = (
@@ -41,6 +52,14 @@ _REFUSED = (
     kafka_errors.UnsupportedSaslMechanismError,
     kafka_errors.IllegalSaslStateError,
 )
+TOO_LARGE: Final = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
+REFUSED: Final = (
+    *TOO_LARGE,
+    kafka_errors.InvalidTimestampError,
+    kafka_errors.InvalidRecordError,
+)
+"""Errors that a retry cannot fix."""
+
 _DISK_SIGNS = (
     (
         (kafka_errors.KafkaStorageError, kafka_errors.LogDirNotFoundError),
@@ -58,6 +77,8 @@ _DISK_SIGNS = (
 _ERROR_NAME = re.compile(r"\b[A-Z]\w+Error\b")
 _THROTTLE_SIGN = "'throttle'"  # the client's reason for not sending
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
+_RANGE: Final = re.compile(r"Timestamp (-?\d+) .*within \[(-?\d+), ?(-?\d+)\]")
+_MS_PER_H: Final = 3_600_000
 
 PROBE_WAIT_S: Final = 5.0
 ANSWER_BYTES_MAX: Final = 1024 * 1024
@@ -218,6 +239,41 @@ def _acl_options(resource: str) -> str:
 
 def _after(text: str, sign: str) -> str:
     return text.rpartition(sign)[2].rpartition(" (_ssl")[0] or text.rpartition(sign)[2]
+
+
+def refusal(
+    error: Exception, record: Append, settings: Mapping[str, str], max_record_bytes: int
+) -> RecordRefused:
+    """Return the error; `settings` are the topic's current ones."""
+    if isinstance(error, TOO_LARGE):
+        return RecordTooLarge(
+            f"the Kafka broker refuses a record of {record_bytes(record)} bytes for topic "
+            f"{record.topic}, whose max.message.bytes is {settings['max.message.bytes']}",
+            hint="raise together: the topic's max.message.bytes, and the brokers' "
+            "replica.fetch.max.bytes; or lower bus.max_record_bytes for new runs",
+            topic=record.topic,
+            limit_bytes=max_record_bytes,
+        )
+    text = one_line(error)
+    match = _RANGE.search(text)
+    if match or isinstance(error, kafka_errors.InvalidTimestampError):
+        how = _difference(match, settings) if match else f"differs from the broker's: {text}"
+        return RecordRefused(
+            f"the Kafka broker refuses a record for topic {record.topic} for its time: this "
+            f"machine's clock {how}",
+            hint="set the clocks of this machine and of the brokers (NTP), or set "
+            f"message.timestamp.type=LogAppendTime for topic {record.topic}",
+        )
+    return RecordRefused(f"the Kafka broker refuses a record for topic {record.topic}: {text}")
+
+
+def _difference(match: re.Match[str], settings: Mapping[str, str]) -> str:
+    sent, first, last = map(int, match.groups())
+    if sent > last:
+        broker = last - int(settings.get("message.timestamp.after.max.ms", _MS_PER_H))
+        return f"is {(sent - broker) / _MS_PER_H:.1f} h ahead of the broker's"
+    broker = first + int(settings.get("message.timestamp.before.max.ms", _MS_PER_H))
+    return f"is {(broker - sent) / _MS_PER_H:.1f} h slow compared with the broker's"
 
 
 def probe(

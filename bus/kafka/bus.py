@@ -38,10 +38,12 @@ from dora_pipe.bus.checks import (
 from dora_pipe.bus.kafka import client
 from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
+    REFUSED,
     check_advertised,
     one_line,
     our_errors,
     probe,
+    refusal,
     unreachable,
 )
 from dora_pipe.bus.kafka.client import (
@@ -64,7 +66,6 @@ from dora_pipe.bus.kafka.client import (
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
 from dora_pipe.bus.kafka.in_flight import InFlight
 from dora_pipe.bus.kafka.records import Fetched, records_of
-from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.core.errors import (
     BusError,

@@ -10,9 +10,8 @@ from typing import Any
 from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka.access import cause_of
+from dora_pipe.bus.kafka.access import REFUSED, cause_of
 from dora_pipe.bus.kafka.client import send
-from dora_pipe.bus.kafka.refused import REFUSED
 from dora_pipe.core.pure.records import Append
 
 IN_FLIGHT_RECORDS_MAX = 4096

@@ -14,8 +14,7 @@ from typing import Final
 from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.checks import check_reaches, record_bytes
-from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.places import PlaceReader, RecordPlace
+from dora_pipe.bus.logged import PlaceReader, RecordPlace, record_digest
 from dora_pipe.consumers.learners.learner import LoggedAt, TrainBatch, TrainGroup
 from dora_pipe.consumers.trainer.commits import smallest_offsets
 from dora_pipe.core.errors import InvariantBroken, SchemaError

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.places import RecordPlace
+from dora_pipe.bus.logged import RecordPlace
 from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.learners.learner import (
     Learner,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
-from dora_pipe.bus.logged import Damage, fingerprint_of
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage, PlaceReader, fingerprint_of
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.ledger.calls import call_rows

@@ -16,8 +16,7 @@ from typing import Final, Literal
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage, PlaceReader
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts

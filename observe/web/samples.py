@@ -6,8 +6,7 @@ from contextlib import closing, suppress
 from statistics import fmean
 from typing import Any, Final
 
-from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.places import PlaceReader
+from dora_pipe.bus.logged import Damage, PlaceReader
 from dora_pipe.consumers.contributions import by_staleness, distance, with_ratio
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, logged_records

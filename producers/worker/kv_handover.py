@@ -22,6 +22,7 @@ from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode
 from dora_pipe.store.safetensors_file import Entry, parse_header
+from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.transfers import (
     BLOB_BYTES_MAX,
     GONE,
@@ -29,7 +30,6 @@ from dora_pipe.store.transfers.transfers import (
     TOO_LARGE,
     UNREADABLE,
     Lost,
-    Transfers,
 )
 
 OTHER_REQUEST: Final = "another request"
@@ -135,9 +135,9 @@ _BESIDE: Final = msgspec.json.Decoder(_Beside)
 
 
 class KvHandover:
-    """Production `Handover`, based on `Transfers`."""
+    """Production `Handover`."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: MappedFiles) -> None:
         self._transfers = transfers
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:

@@ -42,9 +42,10 @@ _COUNTER = itertools.count()
 
 
 class MappedFiles:
-    """Blobs in a directory, created by the first offer."""
+    """Blobs in a directory, created by the first offer; thread-safe, may block."""
 
     address = ""
+    """Address for other machines, empty without one."""
 
     def __init__(self, root: Path, *, clock: Clock, bytes_max: int = PLACE_BYTES_MAX) -> None:
         self._root = root
@@ -52,6 +53,7 @@ class MappedFiles:
         self._bytes_max = bytes_max
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
+        """Store the concatenated chunks."""
         size = sum(chunk.nbytes for chunk in chunks)
         if size > BLOB_BYTES_MAX:
             return Lost(TOO_LARGE)
@@ -64,7 +66,7 @@ class MappedFiles:
             return Lost(NO_ROOM)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """Map a file; delete it if its digest differs."""
+        """Return the verified bytes as writable uint8 [bytes]; delete a file of another digest."""
         if (wrong := misnamed(blob)) is not None:
             return wrong
         if timeout_s <= 0:
@@ -89,10 +91,11 @@ class MappedFiles:
             _delete(self.path(blob))
 
     def clear(self) -> None:
+        """Delete all blobs of the run on this machine."""
         shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Stop serving; local blobs remain."""
 
     def path(self, blob: Blob) -> Path:
         return self._root / f"{blob.sha256}{SUFFIX}"

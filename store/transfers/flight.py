@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.transfers import (
@@ -40,6 +41,7 @@ from dora_pipe.store.transfers.transfers import (
     LATE,
     NO_ROOM,
     OTHER_DIGEST,
+    PLACE_BYTES_MAX,
     REFUSED,
     UNREACHABLE,
     UNREADABLE,
@@ -359,19 +361,22 @@ class Identity:
         return "grpc+tls" if self.server_tls else "grpc"
 
 
-class FlightTransfers:
-    """Transfers over Flight; `stored` returns the path of a policy store file."""
+class FlightTransfers(MappedFiles):
+    """Blobs also fetched from peers over Flight; `stored` returns the path of a policy store
+    file."""
 
     def __init__(
         self,
-        files: MappedFiles,
+        root: Path,
         identity: Identity,
         *,
         stored: Callable[[str], Path],
+        clock: Clock,
+        bytes_max: int = PLACE_BYTES_MAX,
         streams_max: int = STREAMS_MAX,
         linger_s: float = LINGER_S,
     ) -> None:
-        self._files = files
+        super().__init__(root, clock=clock, bytes_max=bytes_max)
         self._linger_s = linger_s
         self._offered: set[str] = set()
         self._sent: set[str] = set()
@@ -381,11 +386,11 @@ class FlightTransfers:
             token=identity.token,
             run=identity.run,
             paths={
-                "kv": lambda leaf: files.path(Blob(sha256=leaf, bytes=0)),
+                "kv": lambda leaf: self.path(Blob(sha256=leaf, bytes=0)),
                 "deltas": lambda leaf: stored(f"deltas/{leaf}"),
                 "weights": lambda leaf: stored(f"weights/{leaf}"),
             },
-            drop=lambda leaf: files.drop(Blob(sha256=leaf, bytes=1)),
+            drop=lambda leaf: MappedFiles.drop(self, Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
             streams_max=streams_max,
             **dict(identity.server_tls),
@@ -394,7 +399,7 @@ class FlightTransfers:
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
         """Store the blob and add the address."""
-        blob = self._files.offer(chunks)
+        blob = super().offer(chunks)
         if isinstance(blob, Lost):
             return blob
         if len(self._offered) >= REMEMBERED_MAX:
@@ -405,22 +410,19 @@ class FlightTransfers:
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
         """Fetch locally, else from the peer."""
-        path = self._files.fetch(blob, timeout_s=timeout_s)
-        if isinstance(path, Lost) and path.why == GONE and self._is_elsewhere(blob):
+        data = super().fetch(blob, timeout_s=timeout_s)
+        if isinstance(data, Lost) and data.why == GONE and self._is_elsewhere(blob):
             return self._from_peer(blob, timeout_s)
-        return path
+        return data
 
     def drop(self, blob: Blob) -> None:
         """Delete locally and at the peer."""
         if misnamed(blob) is not None:
             return
-        here = self._files.path(blob).exists()
-        self._files.drop(blob)
+        here = self.path(blob).exists()
+        super().drop(blob)
         if not here and self._is_elsewhere(blob):
             self._client.drop(blob.peer, f"kv/{blob.sha256}")
-
-    def clear(self) -> None:
-        self._files.clear()
 
     def close(self) -> None:
         """Stop serving once no offered blob is awaited, or after `LINGER_S`; a drained worker's
@@ -429,7 +431,7 @@ class FlightTransfers:
         while self._awaited() and time.monotonic() < until_s:
             time.sleep(LINGER_TURN_S)
         for sha256 in self._sent:
-            self._files.drop(Blob(sha256=sha256, bytes=1))
+            super().drop(Blob(sha256=sha256, bytes=1))
         self._client.close()
         self._server.shutdown()
         self._server.wait()
@@ -456,9 +458,7 @@ class FlightTransfers:
         return lost or (None if written == size else Lost(BROKEN_OFF))
 
     def _awaited(self) -> bool:
-        lying = (
-            self._files.path(Blob(sha256=sha256, bytes=1)) for sha256 in self._offered - self._sent
-        )
+        lying = (self.path(Blob(sha256=sha256, bytes=1)) for sha256 in self._offered - self._sent)
         return any(path.exists() for path in lying)
 
     def _is_elsewhere(self, blob: Blob) -> bool:

@@ -18,7 +18,6 @@ from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.peers import PeerFinder, PeerWeights
-from dora_pipe.store.transfers.transfers import NoTransfers, Transfers
 
 if TYPE_CHECKING:
     from dora_pipe.store.transfers.flight import Identity
@@ -33,7 +32,7 @@ LOOPBACK: Final = "127.0.0.1"
 class Opened:
     """Transfers of this process."""
 
-    transfers: Transfers
+    transfers: MappedFiles
     peers: PeerWeights | None = None
     """Peers for the policy store, if any."""
 
@@ -49,15 +48,14 @@ def open_transfers(
 ) -> Opened:
     """Open the configured transfers; `folder` is the local directory. Raises ConfigError."""
     if section.kind == "none":
-        return Opened(transfers=NoTransfers())
-    files = MappedFiles(folder, clock=clock)
+        return Opened(transfers=MappedFiles(folder, clock=clock, bytes_max=0))
     if section.kind == "files":
-        return Opened(transfers=files)
+        return Opened(transfers=MappedFiles(folder, clock=clock))
     from dora_pipe.store.transfers.flight import FlightTransfers
 
     identity = _identity(section, topics.run)
     try:
-        flight = FlightTransfers(files, identity, stored=stored)
+        flight = FlightTransfers(folder, identity, stored=stored, clock=clock)
     except (OSError, pa.ArrowException) as error:
         where = f"{identity.host}:{identity.port}"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Interface of transfers between processes.
+"""Limits of transfers between processes, and reasons why they fail.
 
 Transfers only save time, so failures return `Lost` with a fixed reason that metrics count. Blobs
 are named by digest; `Blob.peer` is the address for other machines.
@@ -7,9 +7,8 @@ are named by digest; `Blob.peer` is the address for other machines.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -47,35 +46,6 @@ class Lost:
     why: str
 
 
-class Transfers(Protocol):
-    """Keeper of blobs until dropped; thread-safe, may block."""
-
-    @property
-    def address(self) -> str:
-        """Return the address for other machines, empty without one."""
-        ...
-
-    def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Store the concatenated chunks."""
-        ...
-
-    def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """Return the verified bytes as writable uint8 [bytes]."""
-        ...
-
-    def drop(self, blob: Blob) -> None:
-        """Delete a blob anywhere; ignores unknown ones."""
-        ...
-
-    def clear(self) -> None:
-        """Delete all blobs of the run on this machine."""
-        ...
-
-    def close(self) -> None:
-        """Stop serving; local blobs remain."""
-        ...
-
-
 def misnamed(blob: Blob) -> Lost | None:
     """Return the problem of a name or size."""
     if not _DIGEST.fullmatch(blob.sha256):
@@ -89,24 +59,3 @@ def weights_url(address: str, digest: str) -> str:
     Example: ``"grpc://10.0.0.7:40123/weights/<digest>.safetensors"``
     """
     return f"{address}/weights/{digest}.safetensors" if address and digest else ""
-
-
-class NoTransfers:
-    """Transfers that keep nothing."""
-
-    address = ""
-
-    def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        return Lost(NO_ROOM)
-
-    def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        return Lost(GONE)
-
-    def drop(self, blob: Blob) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,8 @@ import pytest
 
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers import transfers
-from dora_pipe.store.transfers.transfers import AGE_MAX_NS, Lost, NoTransfers, Transfers
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.transfers import AGE_MAX_NS, Lost
 from tests.support.transfers import PAIRS, Pair
 
 WAIT_S = 20.0
@@ -30,13 +30,13 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     yield from PAIRS[request.param](tmp_path)
 
 
-def offered(transfers: Transfers, *chunks: bytes) -> Blob:
+def offered(transfers: MappedFiles, *chunks: bytes) -> Blob:
     blob = transfers.offer([memoryview(chunk) for chunk in chunks])
     assert isinstance(blob, Blob), blob
     return blob
 
 
-def fetched(transfers: Transfers, blob: Blob) -> bytes:
+def fetched(transfers: MappedFiles, blob: Blob) -> bytes:
     fetch = transfers.fetch(blob, timeout_s=WAIT_S)
     assert isinstance(fetch, np.ndarray), fetch
     return fetch.tobytes()
@@ -153,24 +153,9 @@ def test_full_place_takes_nothing_until_forgotten_blobs_are_old(way: str, tmp_pa
 def test_blob_above_the_limit_is_not_taken(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("dora_pipe.store.transfers.files", "tests.support.transfers"):
-        monkeypatch.setattr(f"{module}.BLOB_BYTES_MAX", 10)
+    monkeypatch.setattr("dora_pipe.store.transfers.files.BLOB_BYTES_MAX", 10)
     for pair in PAIRS[way](tmp_path):
         assert pair.source.offer([memoryview(b"x" * 6), memoryview(b"y" * 5)]) == Lost(
             transfers.TOO_LARGE
         )
         assert pair.kept() == 0
-
-
-def test_without_transfers_nothing_is_kept() -> None:
-    none = NoTransfers()
-    assert none.offer([memoryview(b"x")]) == Lost(transfers.NO_ROOM)
-    assert none.fetch(Blob(sha256="a" * 64, bytes=1), timeout_s=1.0) == Lost(transfers.GONE)
-    assert none.address == ""
-
-
-def test_pairs_are_of_every_way(tmp_path: Path) -> None:
-    assert set(PAIRS) == {"memory", "files", "flight"}
-    for pair in PAIRS["flight"](tmp_path):
-        assert pair.source.address != pair.target.address != ""
-        assert replace(pair, kept=lambda: 0).kept() == 0

@@ -18,12 +18,13 @@ from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.errors import BusError, ConfigError, PolicyError
 from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.metrics import Cost, TrainerStatus, WorkerStatus
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
 from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerFinder, PeerWeights
-from dora_pipe.store.transfers.transfers import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
+from dora_pipe.store.transfers.transfers import GONE, NO_ROOM, UNREACHABLE, Lost, weights_url
 from tests.support.stores import Writer, publish_walk
 from tests.support.transfers import served
 from tests.support.worker import TOPICS, VirtualClock
@@ -58,7 +59,10 @@ def test_files_are_the_default_and_ask_nobody(tmp_path: Path) -> None:
 
 
 def test_none_keeps_nothing(tmp_path: Path) -> None:
-    assert isinstance(opened(tmp_path, kind="none").transfers, NoTransfers)
+    none = opened(tmp_path, kind="none").transfers
+    assert none.offer([memoryview(b"x")]) == Lost(NO_ROOM)
+    assert none.fetch(Blob(sha256="a" * 64, bytes=1), timeout_s=1.0) == Lost(GONE)
+    assert none.address == ""
 
 
 def test_token_comes_from_the_environment(

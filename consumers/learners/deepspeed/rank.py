@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.places import PlaceReader, RecordPlace
+from dora_pipe.bus.logged import PlaceReader, RecordPlace, record_digest
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,

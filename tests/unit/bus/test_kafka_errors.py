@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka.access import ROOM_HINT, cause_of, our_errors
-from dora_pipe.bus.kafka.refused import refusal
+from dora_pipe.bus.kafka.access import ROOM_HINT, cause_of, our_errors, refusal
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.core.errors import (
     AccessRefused,

@@ -8,8 +8,8 @@ import pytest
 
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.bus import Reader
+from dora_pipe.bus.logged import RecordPlace
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
-from dora_pipe.bus.places import RecordPlace
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, FetchedRecord
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.core.pure.records import Append, Record, TopicPartition

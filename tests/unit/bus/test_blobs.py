@@ -82,13 +82,6 @@ def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
     assert stored_names == [DIGEST], "no temporary file stays"
 
 
-def test_several_large_values_of_one_append_keep_their_order(bus: BlobBus) -> None:
-    records = [large(bytes([index]) * (2000 + index)) for index in range(7)]
-    records.insert(3, Append(topic=TOPIC, value=b"small"))
-    bus.writer().append(records)
-    assert [record.value for record in read(bus)] == [record.value for record in records]
-
-
 def test_a_value_is_claimed_under_the_digest_that_its_maker_computed_and_checked_by_the_reader(
     bus: BlobBus, log: MemoryLog
 ) -> None:
@@ -136,11 +129,6 @@ def test_a_limit_that_was_lowered_is_learnt_anew(bus: BlobBus, log: MemoryLog) -
     log._topics[TOPIC] = TopicSpec(name=TOPIC, max_record_bytes=500)
     writer.append([large(bytes(700))])
     assert [len(record.value) for record in raw(log)] == [0, 700, 0]
-
-
-def test_an_exclusive_writer_claims_too(bus: BlobBus) -> None:
-    bus.writer(exclusive="w").append([large()])
-    assert [record.value for record in read(bus)] == [LARGE]
 
 
 def test_only_topics_of_large_values_are_claimed(bus: BlobBus) -> None:
@@ -247,21 +235,6 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: BlobBus) -> None:
         assert reader.position(AT) > record.offset
     assert reader.poll(timeout_s=0) == []
     assert reader.position(AT) == bus.end(AT)
-
-
-def test_seeking_forgets_what_waited_in_that_partition(bus: BlobBus) -> None:
-    first, second = bus.writer().append([large(), large(b"x" + LARGE)])
-    reader = bus.reader({AT: 0})
-    assert [record.offset for record in reader.poll(timeout_s=0, records_max=2, bytes_max=1)] == [
-        first
-    ]
-    reader.seek(AT, first)
-    assert [record.offset for record in reader.poll(timeout_s=0)] == [first, second]
-
-
-def test_records_under_their_limit_touch_no_store(bus: BlobBus, tmp_path: Path) -> None:
-    bus.writer().append([Append(topic=TOPIC, value=b"small")] * 10)
-    assert len(read(bus)) == 10 and not (tmp_path / "blobs").exists()
 
 
 class FailingFiles(BlobFiles):

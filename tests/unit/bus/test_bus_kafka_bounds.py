@@ -56,17 +56,6 @@ def record(size: int = 1) -> Append:
     return Append(topic="t", value=b"x" * size)
 
 
-def test_every_offset_comes_back_in_the_order_of_the_records() -> None:
-    producer = Producer()
-    in_flight = InFlight(producer, limit_s=5)
-    for _ in range(3):
-        in_flight.send(record())
-    assert producer.waits == [], "nobody waits as long as there is room"
-    assert (len(in_flight), in_flight.bytes) == (3, 3)
-    assert in_flight.wait() == [100, 101, 102]
-    assert (len(in_flight), in_flight.bytes) == (0, 0)
-
-
 @given(sizes=st.lists(st.integers(0, 40), max_size=60), most=st.integers(1, 8))
 def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
     sizes: list[int], most: int
@@ -82,16 +71,6 @@ def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
         assert in_flight.wait() == [100 + number for number in range(len(sizes))]
 
 
-def test_a_record_above_the_bound_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight_module, "IN_FLIGHT_BYTES_MAX", 10)
-    producer = Producer()
-    in_flight = InFlight(producer, limit_s=5)
-    for size in (4, 99, 4):
-        in_flight.send(record(size))
-        assert len(in_flight) == 1
-    assert in_flight.wait() == [100, 101, 102]
-
-
 def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -104,14 +83,6 @@ def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
     in_flight.wait()
     assert producer.flushes == [3.0]
     assert producer.waits == [1.0, 0.0]
-
-
-def test_the_error_of_a_record_ends_the_flight() -> None:
-    in_flight = InFlight(Producer(fails_at=1), limit_s=5)
-    for _ in range(3):
-        in_flight.send(record())
-    with pytest.raises(kafka_errors.KafkaTimeoutError):
-        in_flight.wait()
 
 
 @pytest.mark.parametrize(

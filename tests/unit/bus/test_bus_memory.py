@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
+from dora_pipe.core.errors import BusError, BusFull, LogTruncated, OutcomeUnknown
 from dora_pipe.core.pure.records import Append, TopicPartition
 
 AT = TopicPartition("t", 0)
@@ -68,17 +66,6 @@ def test_an_unknown_append_lands_the_prefix_that_was_asked_for(lands: int) -> No
     assert landed(bus) == ["first", *["a", "b", "c"][:lands], "last"]
 
 
-def test_a_fenced_writer_is_fenced_even_when_its_outcome_was_unknown() -> None:
-    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="unknown")}))
-    old = bus.writer(exclusive="trainer")
-    with pytest.raises(OutcomeUnknown):
-        old.append(texts("a"))
-    bus.writer(exclusive="trainer")
-    with pytest.raises(Fenced):
-        old.append(texts("a"))
-    assert landed(bus) == []
-
-
 def test_a_full_log_refuses_the_whole_call_and_takes_what_fits() -> None:
     bus = bus_with(bytes_max=10)
     writer = bus.writer()
@@ -88,13 +75,6 @@ def test_a_full_log_refuses_the_whole_call_and_takes_what_fits() -> None:
     with pytest.raises(BusFull):
         writer.append(texts("1"))
     assert landed(bus) == ["12345", "12345"]
-
-
-def test_full_can_also_be_planned() -> None:
-    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="full")}))
-    with pytest.raises(BusFull):
-        bus.writer().append(texts("a"))
-    assert landed(bus) == []
 
 
 def test_a_delayed_append_is_seen_when_its_time_has_come_and_hides_what_follows() -> None:
@@ -142,46 +122,6 @@ def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:
     reader = bus.reader({AT: offset + 1})
     assert reader.poll(timeout_s=0) == []
     assert reader.position(AT) == offset + 1, "not truncated, and it does not go back"
-
-
-def test_a_planned_poll_fails_and_loses_nothing() -> None:
-    bus = bus_with(ScriptedFaults(polls={0, 1}))
-    bus.writer().append(texts("a"))
-    reader = bus.reader({AT: 0})
-    for _ in range(2):
-        with pytest.raises(BusError):
-            reader.poll(timeout_s=1)
-    assert reader.position(AT) == 0
-    assert [record.value for record in reader.poll(timeout_s=0)] == [b"a"]
-
-
-def test_a_fault_plan_sees_the_call_and_the_records() -> None:
-    class NoSecrets:
-        def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-            secret = any(record.value == b"secret" for record in records)
-            return AppendFault(kind="failed") if secret else None
-
-        def on_poll(self, call: int) -> bool:
-            return False
-
-    bus = bus_with(NoSecrets())
-    writer = bus.writer()
-    writer.append(texts("open"))
-    with pytest.raises(BusError):
-        writer.append(texts("secret"))
-    assert landed(bus) == ["open"]
-
-
-def test_roles_share_a_log_and_have_their_own_faults() -> None:
-    log = MemoryLog()
-    well = MemoryBus(log)
-    well.create([TopicSpec(name="t")])
-    ill = MemoryBus(log, faults=ScriptedFaults(appends={0: AppendFault(kind="failed")}))
-    with pytest.raises(BusError):
-        ill.writer().append(texts("ill"))
-    ill.close()
-    well.writer().append(texts("well"))
-    assert landed(MemoryBus(log)) == ["well"]
 
 
 def test_a_truncated_log_is_noticed_by_its_readers() -> None:

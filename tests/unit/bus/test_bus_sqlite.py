@@ -189,16 +189,6 @@ def test_a_person_can_read_the_log_with_sqlite_alone(bus: SqliteBus, path: Path)
     assert rows == [("t", 1, 0, b"k", b"v"), ("t", 1, 1, b"k", b"v")]
 
 
-def test_stored_headers_are_the_bytes_that_older_logs_hold(bus: SqliteBus, path: Path) -> None:
-    headers = (("run", b"first"), ("n", b""))
-    golden = bytes.fromhex("92 92a372756e c4056669727374 92a16e c400")
-    bus.writer().append([Append(topic="t", value=b"", headers=headers), *texts("none")])
-    connection = sqlite3.connect(path)
-    rows = connection.execute("SELECT at, headers FROM records").fetchall()
-    connection.close()
-    assert rows == [(1 << 52, golden), ((1 << 52) + 1, None)]
-
-
 def test_a_partition_never_runs_into_the_next_one(bus: SqliteBus, path: Path) -> None:
     connection = sqlite3.connect(path)
     last = (1 << 52) + (1 << 40) - 3
@@ -232,20 +222,6 @@ def test_an_older_copy_of_the_file_is_a_truncated_log(bus: SqliteBus, path: Path
     copy.close()
 
 
-def test_a_poll_with_nothing_new_asks_one_question(bus: SqliteBus) -> None:
-    reader, writer = bus.reader({AT: 0, TopicPartition("t", 1): 0}), bus.writer()
-    writer.append(texts("a"))
-    assert len(reader.poll(timeout_s=0)) == 1
-    asked: list[str] = []
-    reader._file.connection.set_trace_callback(asked.append)
-    for _ in range(3):
-        assert reader.poll(timeout_s=0) == []
-    assert asked == ["PRAGMA data_version"] * 3
-    writer.append(texts("b"))
-    assert len(reader.poll(timeout_s=0)) == 1
-    assert len(asked) > 4
-
-
 class Time:
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -277,29 +253,6 @@ def test_a_waiting_reader_sleeps_longer_and_longer_and_never_past_its_deadline(
     assert max(time.slept) == sqlite.WAIT_S_MAX
     assert time.slept[:-1] == sorted(time.slept[:-1])
     assert len(time.slept) < 75
-
-
-def test_short_polls_of_a_quiet_log_sleep_as_long_as_one_long_poll(
-    waiting: tuple[Time, SqliteReader],
-) -> None:
-    time, reader = waiting
-    reader.poll(timeout_s=1.0)
-    time.slept.clear()
-    reader.poll(timeout_s=0.2)
-    assert time.slept[:4] == pytest.approx([0.05] * 4)
-    assert sum(time.slept) == pytest.approx(0.2)
-
-
-def test_a_reader_that_just_found_something_looks_again_soon(
-    bus: SqliteBus, waiting: tuple[Time, SqliteReader]
-) -> None:
-    time, reader = waiting
-    reader.poll(timeout_s=1.0)
-    bus.writer().append(texts("a"))
-    assert len(reader.poll(timeout_s=1.0)) == 1
-    time.slept.clear()
-    reader.poll(timeout_s=0.01)
-    assert time.slept[0] == sqlite.WAIT_S_MIN
 
 
 def test_a_reader_is_late_by_a_quarter_of_the_quiet_time_at_most(

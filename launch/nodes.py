@@ -1,34 +1,28 @@
 """Start and supervise the trainer ranks of one node.
 
-When a rank fails, the others end or are killed. systemd, Slurm or Kubernetes restarts all nodes.
+When a rank fails, the others are stopped. systemd, Slurm or Kubernetes restarts all nodes.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from dora_pipe.config.model import Config
-from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.config.model import Config, Timing
+from dora_pipe.core.errors import ConfigError, UsageError
 from dora_pipe.core.system.console import say
 from dora_pipe.core.system.linux import die_with
-from dora_pipe.launch.supervisor import how
+from dora_pipe.launch.supervisor import RunFailed, Supervisor
 
 RANK: Final = "RANK"
 
-NOTICE_S: Final = 15.0
-
 STOP_GRACE_S: Final = 10.0
 """In addition to `timing.stop_timeout_s`."""
-
-LOOK_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,70 +78,33 @@ def environments(node: Node, ranks: int) -> list[dict[str, str]]:
 
 
 def run_node(
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    *,
-    stop_s: float,
-    notice_s: float = NOTICE_S,
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], *, stop_s: float
 ) -> int:
     """Start the ranks of a node and wait for them.
 
-    Returns the exit code of the first failed rank, or 0; stopped ranks (SIGTERM, SIGINT) have
-    `stop_s`.
+    Returns the exit code of the first failed rank, or 0; stopped ranks have `stop_s`.
     """
+    ranks = {
+        f"rank {environment[RANK]} of the trainer": environment for environment in environments
+    }
     with_all = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}  # errors are reported in one line
-    ranks = [
-        subprocess.Popen(
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only this process receives Ctrl-C; it stops the ranks
             preexec_fn=partial(die_with, os.getpid()),
-            env={**with_all, **environment},
+            env={**with_all, **ranks[name]},
         )
-        for environment in environments
-    ]
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+
+    timing = Timing(max_restarts=0, stop_timeout_s=stop_s)
     try:
-        failed = _first_failure(ranks, signals)
-        if signals:
-            _end(ranks, stop_s)
-            return 0
-        if failed is None:
-            return 0
-        say(f"rank {environments[failed][RANK]} of the trainer {how(ranks[failed].returncode)}")
-        _wait(ranks, notice_s)
-        code = ranks[failed].returncode
-        return code if code > 0 else ResourceError.exit_code
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> int | None:
-    while not signals:
-        codes = [rank.poll() for rank in ranks]
-        failed = [local for local, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if None not in codes:
-            return None
-        time.sleep(LOOK_S)
-    return None
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]], stop_s: float) -> None:
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    _wait(ranks, stop_s)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], wait_s: float) -> None:
-    give_up_s = time.monotonic() + wait_s
-    while time.monotonic() < give_up_s and any(rank.poll() is None for rank in ranks):
-        time.sleep(LOOK_S)
+        Supervisor(start, stop_order={"ranks": tuple(ranks)}, timing=timing).run()
+    except RunFailed as failed:
+        say(failed.message)
+        return failed.exit_code
+    return 0
 
 
 def command_of(words: Sequence[str]) -> list[str]:

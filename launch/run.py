@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -72,9 +72,9 @@ def _supervise(
     need_parts(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
     workers = local_roles.worker_names(config)
-    names = [local_roles.ORCHESTRATOR, local_roles.TRAINER, *workers]
+    others = [local_roles.TRAINER, local_roles.ORCHESTRATOR]
     if config.telemetry.traces != "off":
-        names.append(local_roles.TRACES)
+        others.append(local_roles.TRACES)
 
     def assets() -> Path:
         return directory.policies(config).assets(plan.first.assets_digest)
@@ -99,9 +99,8 @@ def _supervise(
                 watch(progress, supervisor)
 
         supervisor = Supervisor(
-            names,
             lambda name: _start(plan, name),
-            stop_order=stop_order(workers, names),
+            stop_order={"workers": workers} | {name: (name,) for name in others},
             spare=(local_roles.TRACES,),
             workers=Workers(
                 names=workers,
@@ -136,12 +135,6 @@ def need_parts(config: Config) -> None:
     Samplers.load(config)
     need_gpus(config)
     need_transfers(config.transfers)
-
-
-def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the roles in stop order (see `supervisor`)."""
-    order = (workers, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,), (local_roles.TRACES,))
-    return tuple(names for names in order if all(name in started for name in names))
 
 
 def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:

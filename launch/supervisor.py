@@ -74,24 +74,24 @@ class _Role:
 class Supervisor:
     """Keep roles running until they end by themselves.
 
-    `stop_order` lists names that stop together. The run survives the end of a `spare` role, and of
-    all but one of `workers`. Starts do not count while an external cause holds the run up.
+    `stop_order` has the roles that stop together, by a name for all; they start in reverse. The run
+    survives the end of a `spare` role, and of all but one of `workers`. Starts do not count while
+    an external cause holds the run up. `logs` has a log per role.
     """
 
     def __init__(
         self,
-        names: Collection[str],
         start: Start,
         *,
-        stop_order: tuple[tuple[str, ...], ...],
+        stop_order: dict[str, tuple[str, ...]],
         timing: Timing,
-        logs: Path,
-        watch: Callable[[], None],
+        logs: Path | None = None,
+        watch: Callable[[], None] = lambda: None,
         spare: Collection[str] = (),
         workers: Workers | None = None,
         held_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._roles = {name: _Role() for name in names}
+        self._roles = {name: _Role() for names in reversed(stop_order.values()) for name in names}
         self._start = start
         self._stop_order = stop_order
         self._timing = timing
@@ -213,12 +213,12 @@ class Supervisor:
         message, hint = self._ended(name, code)
         self._interrupts = 1
         self._stop()
-        see = f"see {self._logs / name}.log"
-        hint = f"{hint}; {see}" if hint else see
-        raise RunFailed(why + message, code=code if code > 0 else 1, hint=hint)
+        see = "" if self._logs is None else f"see {self._logs / name}.log"
+        hint = "; ".join(filter(None, (hint, see)))
+        raise RunFailed(why + message, code=code if code > 0 else 1, hint=hint or None)
 
     def _last_error(self, name: str) -> tuple[str, str]:
-        path = self._logs / f"{name}.log"
+        path = Path() if self._logs is None else self._logs / f"{name}.log"
         if not path.is_file():
             return "", ""
         with path.open("rb") as file:
@@ -232,8 +232,8 @@ class Supervisor:
         return message.removeprefix("error: "), hint
 
     def _stop(self) -> None:
-        say("stopping: workers, then trainer, then orchestrator (press Ctrl-C again to kill)")
-        for names in self._stop_order:
+        say(f"stopping: {', then '.join(self._stop_order)} (press Ctrl-C again to kill)")
+        for names in self._stop_order.values():
             self._end([self._roles[name] for name in names])
         say("stopped")
 

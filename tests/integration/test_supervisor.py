@@ -87,9 +87,8 @@ def supervise(
     held_up: bool = False,
 ) -> Supervisor:
     return Supervisor(
-        names,
         start,
-        stop_order=tuple((name,) for name in names),
+        stop_order={name: (name,) for name in names},
         timing=timing,
         logs=logs,
         watch=watch,

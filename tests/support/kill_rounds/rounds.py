@@ -166,9 +166,12 @@ class Session:
                 watch(supervisor, files)
 
         supervisor = Supervisor(
-            NAMES,
             partial(_start, directory),
-            stop_order=(WORKERS, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,)),
+            stop_order={
+                "workers": WORKERS,
+                local_roles.TRAINER: (local_roles.TRAINER,),
+                local_roles.ORCHESTRATOR: (local_roles.ORCHESTRATOR,),
+            },
             timing=config.timing,
             logs=directory.logs,
             watch=turn,

@@ -22,7 +22,6 @@ from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode
 from dora_pipe.store.safetensors_file import Entry, parse_header
-from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.transfers import (
     BLOB_BYTES_MAX,
     GONE,
@@ -134,10 +133,19 @@ class _Beside(msgspec.Struct, frozen=True, kw_only=True):
 _BESIDE: Final = msgspec.json.Decoder(_Beside)
 
 
+class Transfers(Protocol):
+    """The part of `MappedFiles` used here, which needs no clock."""
+
+    def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost: ...
+    def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost: ...
+    def drop(self, blob: Blob) -> None: ...
+    def clear(self) -> None: ...
+
+
 class KvHandover:
     """Production `Handover`."""
 
-    def __init__(self, transfers: MappedFiles) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:

@@ -68,7 +68,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from dora_pipe.store.model_dir import asset_files, config_dtype, import_model
-from dora_pipe.store.store import PolicyStore, as_store
+from dora_pipe.store.store import PolicyStore
 
 NAMING: Final = (b'"run-started"', b'"step-committed"', b'"role-started"')
 """Kinds of control records that name the run's files in the store."""
@@ -316,7 +316,7 @@ def started(bus: Bus, topics: Topics) -> RunStarted | None:
 
 def run_started(
     config: Config,
-    store: PolicyStore | Path,
+    store: PolicyStore,
     *,
     policy: tuple[Manifest, str] | None = None,
     lineage: Lineage | None = None,
@@ -327,7 +327,6 @@ def run_started(
     `policy` (manifest, assets digest) and `facts` are given if already known. Raises ConfigError,
     PolicyError, TaskError.
     """
-    store = as_store(store)
     if policy is None:
         model = Path(config.model.path)
         dtype = published_dtype(config, config_dtype(model))

@@ -72,9 +72,9 @@ def _supervise(
     need_parts(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
     workers = local_roles.worker_names(config)
-    others = [local_roles.TRAINER, local_roles.ORCHESTRATOR]
+    other_roles = [local_roles.TRAINER, local_roles.ORCHESTRATOR]
     if config.telemetry.traces != "off":
-        others.append(local_roles.TRACES)
+        other_roles.append(local_roles.TRACES)
 
     def assets() -> Path:
         return directory.policies(config).assets(plan.first.assets_digest)
@@ -100,7 +100,7 @@ def _supervise(
 
         supervisor = Supervisor(
             lambda name: _start(plan, name),
-            stop_order={"workers": workers} | {name: (name,) for name in others},
+            stop_order={"workers": workers} | {name: (name,) for name in other_roles},
             spare=(local_roles.TRACES,),
             workers=Workers(
                 names=workers,

@@ -113,11 +113,10 @@ def read_manifest(path: Path) -> Manifest:
     size = sum(entry.end - entry.start for entry in entries)
     with mapped(path) as data:
 
-        def described(entry: Entry) -> Tensor:
-            sha256 = _sha256(data, entry.start, entry.end)
-            return Tensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256)
+        def hashed(entry: Entry) -> Tensor:
+            return _tensor(entry, _sha256(data, entry.start, entry.end))
 
-        tensors = list(beside(described, entries, size))
+        tensors = list(beside(hashed, entries, size))
     return manifest_of(tensors, size)
 
 
@@ -131,12 +130,8 @@ def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Return the tensors in file order. Raises PolicyError for an invalid header."""
-    return read_header(path)[0]
-
-
-def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """Return tensors and metadata. Raises PolicyError if invalid, ResourceError if unreadable."""
+    """Return the tensors in file order. Raises PolicyError for an invalid header, ResourceError if
+    unreadable."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -146,7 +141,7 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         raise PolicyError(f"no weights at {path}") from None
     except OSError as error:
         raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
-    return _parsed(path, header, size)
+    return _parsed(path, header, size)[0]
 
 
 def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:
@@ -238,7 +233,7 @@ def _garbage(path: Path | str, why: str) -> PolicyError:
 
 
 def count_non_finite(dtype: str, data: memoryview) -> int:
-    """Count NaNs and infinities."""
+    """Count NaNs and infinities, without references to `data` that an error would keep."""
     if dtype not in _FLOATS and dtype != "BF16":
         return 0
     count = 0
@@ -255,9 +250,8 @@ def count_non_finite(dtype: str, data: memoryview) -> int:
 
 def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
     """Raises NonFinite with tensor and count."""
-    count = count_non_finite(dtype, data)
-    if count:
-        size = len(data) // {"F64": 8, "F32": 4}.get(dtype, 2)
+    if count := count_non_finite(dtype, data):
+        size = len(data) // DTYPE_BYTES[dtype]
         raise NonFinite(f"tensor {name!r}: {count:,} of {size:,} numbers are NaN or infinite")
 
 
@@ -310,12 +304,15 @@ def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
     return manifest_of(described, size)
 
 
+def _tensor(source: Entry | TensorSource, sha256: str) -> Tensor:
+    return Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
+
+
 def _described(source_data: tuple[TensorSource, memoryview]) -> Tensor:
     source, data = source_data
     with data:
         refuse_non_finite(source.name, source.dtype, data)
-        sha256 = hashlib.sha256(data).hexdigest()
-    return Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
+        return _tensor(source, hashlib.sha256(data).hexdigest())
 
 
 def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
@@ -352,11 +349,8 @@ def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
     described, size_bytes = [], 0
     for source in sources:
         with memoryview(source.data()).cast("B") as data:
-            sha256 = hashlib.sha256(data).hexdigest()
+            described.append(_tensor(source, hashlib.sha256(data).hexdigest()))
             size_bytes += len(data)
-        described.append(
-            Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
-        )
     return manifest_of(described, size_bytes)
 
 

@@ -466,11 +466,8 @@ class PolicyStore:
 
         Only the trainer after a commit and `prune` may call it (docs/storage.md).
         """
-        self.drop_copy(digest)
-        return self._drop(weights_name(digest))
-
-    def drop_copy(self, digest: str) -> None:
         unlink_noted(self._made_path(digest))
+        return self._drop(weights_name(digest))
 
     def drop_delta(self, digest: str) -> bool:
         """Delete a delta; return whether it existed. Raises ResourceError."""

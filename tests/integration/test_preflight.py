@@ -26,6 +26,7 @@ from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
 from dora_pipe.orchestrator.process.snapshot_files import file_bytes
 from dora_pipe.orchestrator.snapshots import body_of
 from dora_pipe.orchestrator.state import State
+from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import Call
 from tests.support.device import has_gpu
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -337,7 +338,7 @@ def test_a_snapshot_of_a_round_that_is_gone_shows_a_lost_end(finished: RecordedR
 
 def test_data_that_were_changed_are_named_before_a_run_goes_on(directory: Path) -> None:
     config = load_config(directory / "config.toml", ())
-    first = run_started(config, directory / "store")
+    first = run_started(config, PolicyStore(directory / "store"))
     check_data(config, first)
     with (directory / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "say z: ", "answer": "z"}) + "\n")

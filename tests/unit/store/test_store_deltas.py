@@ -144,7 +144,7 @@ def test_a_copy_of_a_delta_that_was_damaged_is_fetched_again(
     worker = machine(tmp_path, "m1", elsewhere)
     first, last = (published[position].manifest.digest for position in (1, 2))
     worker.weights(first)
-    worker.drop_copy(first)
+    worker.weights_path(first).unlink()
     flip(tmp_path / "m1" / delta_name(first))
     elsewhere.read.clear()
     with caplog.at_level(logging.WARNING):

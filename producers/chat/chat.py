@@ -154,7 +154,7 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, without hidden tokens and ends of turns."""
-        return self.template_renderer.text(
+        return self.template_renderer.safe.text(
             [token_id for token_id in ids if token_id not in self._hidden]
         )
 
@@ -203,7 +203,7 @@ class Conversation:
         self.prompt_ids = prompt_ids
         self.turns = 0
         self.text = ""
-        """Conversation: `prompt_ids`, then `say` and `answered` for each turn."""
+        """Text of the last turn."""
         self.reasoning = ""
         """Thoughts of the last turn."""
 

@@ -240,7 +240,7 @@ def _reads_back(parser: Parser, template_renderer: TemplateRenderer) -> bool:
         return False
     stops = template_renderer.stop_ids
     turn = parser(
-        template_renderer.text([token_id for token_id in ids if token_id not in stops]), tools
+        template_renderer.safe.text([token_id for token_id in ids if token_id not in stops]), tools
     )
     read = [(call.name, call.arguments) for call in turn.tool_calls]
     expected = [

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template_features import PROBE_TOOL, TemplateFeatures, call
 from dora_pipe.producers.chat.template_renderer import Tools
 from dora_pipe.producers.tasks.task import Message
@@ -23,9 +24,10 @@ _WORDS: Final = (
 class Renderer(Protocol):
     """Interface under verification; see `template_renderer.TemplateRenderer`."""
 
-    def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]: ...
+    @property
+    def safe(self) -> SafeText: ...
 
-    def text(self, token_ids: Sequence[int]) -> str: ...
+    def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]: ...
 
     def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]: ...
 
@@ -89,7 +91,8 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
         all_ids = renders.ids(messages, tools, generate=False)
     except TaskError as error:
         return str(error)
-    if all_ids[: len(ids)] == ids or renders.text(all_ids).startswith(renders.text(ids)):
+    text = renders.safe.text
+    if all_ids[: len(ids)] == ids or text(all_ids).startswith(text(ids)):
         return ""  # Same text, other ids at the border of prompt and turn.
     differing = next(
         (

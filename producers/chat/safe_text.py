@@ -23,7 +23,7 @@ _ANCHOR: Final = NONCHARACTERS[-1]
 
 MARKS: Final = NONCHARACTERS[:-1]
 
-_WHOLE: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
+_FULL: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
 """Keys whose values templates compare: only whole tokens in them are broken."""
 
 
@@ -59,7 +59,7 @@ class SafeText:
         return mark
 
     def marked(self, value: Any, mark: str, *, full: bool = False) -> Any:
-        """Return a copy of messages with control tokens broken by `mark`; use `whole` for tools,
+        """Return a copy of messages with control tokens broken by `mark`; use `full` for tools,
         whose names templates compare."""
         if self._parse:
             return value
@@ -68,7 +68,7 @@ class SafeText:
         if isinstance(value, Mapping):
             return {
                 self.broken(name, mark, full=True): self.marked(
-                    element, mark, full=full or name in _WHOLE
+                    element, mark, full=full or name in _FULL
                 )
                 for name, element in value.items()
             }
@@ -77,7 +77,7 @@ class SafeText:
         return value
 
     def broken(self, text: str, mark: str, *, full: bool) -> str:
-        """Return `text` with `mark` in control tokens and, unless `whole`, in parts that could
+        """Return `text` with `mark` in control tokens and, unless `full`, in parts that could
         form one with the template."""
         places = {match.start() for match in self._found.finditer(text)}
         if not full and text:

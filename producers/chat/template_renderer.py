@@ -49,9 +49,6 @@ class TemplateRenderer:
         mark = self.safe.mark_for(messages, tools)
         return self.safe.ids(self.render(messages, tools, mark, generate=generate), mark)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self.safe.text(token_ids)
-
     def bridge(
         self,
         history: Sequence[Message],
@@ -92,7 +89,7 @@ class TemplateRenderer:
         return len(spoken)
 
     def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
-        """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
+        """Return the ids of a turn as sampled, including its end. Raises TaskError."""
         mark = self.safe.mark_for(history, message, tools)
         prompt = self.render(history, tools, mark, generate=True)
         text = self.render([*history, message], tools, mark, generate=False)

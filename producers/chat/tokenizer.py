@@ -266,7 +266,7 @@ def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    named = _eos_token(assets)
+    named = special_tokens(assets).get("eos_token")
     own = None if named is None else backend.token_to_id(named)
     stop_ids = set() if own is None else {own}
     special = {
@@ -275,16 +275,6 @@ def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
     configured = _eos_ids(assets)
     stop_ids |= configured & special
     return tuple(sorted(stop_ids or configured))
-
-
-def _eos_token(assets: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = read_object(assets / name).get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
 
 
 def _eos_ids(assets: Path) -> set[int]:

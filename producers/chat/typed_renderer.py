@@ -42,7 +42,7 @@ class TypedRenderer:
         self.name = name
         self.version: str = _version.__version__
         self._words = _Words(safe, backend)
-        self._safe = safe
+        self.safe = safe
         try:
             config = configs._config_class_for(name)(thinking_retention="all")
             self._renderer = base.create_renderer(self._words, config, chat_template_kwargs=kwargs)
@@ -58,11 +58,8 @@ class TypedRenderer:
         TaskError."""
         return list(self._render(messages, tools, generate=generate).token_ids)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._safe.text(token_ids)
-
     def turn(self, history: Sequence[Message], message: Message, tools: Tools) -> list[int]:
-        """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
+        """Return the ids of a turn as sampled, including its end. Raises TaskError."""
         rendered = self._render([*history, message], tools, generate=False)
         start = len(history)
         if len(rendered.sampled_mask) != len(rendered.token_ids):
@@ -83,13 +80,13 @@ class TypedRenderer:
     ) -> list[int]:
         """Return the ids that follow a sampled turn with prompt `before`. Raises TaskError."""
         del history, turn, generate
-        mark = self._words.mark = self._safe.mark_for(new, tools)
+        mark = self._words.mark = self.safe.mark_for(new, tools)
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 list(before),
                 list(sampled),
-                self._safe.marked(list(new), mark),
-                tools=self._safe.marked(schemas(tools), mark, full=True) or None,
+                self.safe.marked(list(new), mark),
+                tools=self.safe.marked(schemas(tools), mark, full=True) or None,
             )
         except _FAULTS as error:
             raise TaskError(f"renderer {self.name}: {error}") from None
@@ -112,11 +109,11 @@ class TypedRenderer:
         )
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> Any:
-        mark = self._words.mark = self._safe.mark_for(messages, tools)
+        mark = self._words.mark = self.safe.mark_for(messages, tools)
         try:
             return self._renderer.render(
-                self._safe.marked([dict(message) for message in messages], mark),
-                tools=self._safe.marked(schemas(tools), mark, full=True) or None,
+                self.safe.marked([dict(message) for message in messages], mark),
+                tools=self.safe.marked(schemas(tools), mark, full=True) or None,
                 add_generation_prompt=generate,
             )
         except _FAULTS as error:

@@ -28,7 +28,7 @@ from dora_pipe.producers.adapters.episodes import (
     SeededTask,
     required,
 )
-from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Row
+from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Retry, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 
@@ -77,7 +77,6 @@ class OpenEnvTask(SeededTask):
             act=act,
             max_mistakes=max_mistakes,
         )
-        required("websockets", package="websockets", extra="openenv", kind=kind)
         self.client = required(
             "websockets.asyncio.client", package="websockets", extra="openenv", kind=kind
         )
@@ -87,7 +86,10 @@ class OpenEnvTask(SeededTask):
         )
         self._field, self._type = ("", "") if act else self._fit(field)
         self.begin = dict(reset or {})
-        self.room = _Room(sessions)
+        if sessions < 1:
+            raise ConfigError(f"task.options.sessions: {sessions} is invalid")
+        self.room = asyncio.Semaphore(sessions)
+        """Limit of concurrent episodes in a task process; others wait."""
 
     def environment(self, row: Row) -> Environment:
         return RemoteEpisode(self)
@@ -141,25 +143,6 @@ class OpenEnvTask(SeededTask):
         return name, str(fields[name].get("type", "string"))
 
 
-class _Room:
-    """Limit of concurrent episodes in a task process; others wait."""
-
-    def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ConfigError(f"task.options.sessions: {size} is invalid")
-        self._size = size
-        self._free: asyncio.Semaphore | None = None
-
-    async def enter(self) -> None:
-        if self._free is None:
-            self._free = asyncio.Semaphore(self._size)
-        await self._free.acquire()
-
-    def leave(self) -> None:
-        assert self._free is not None
-        self._free.release()
-
-
 class RemoteEpisode(SeededEpisode):
     """Episode in its own connection."""
 
@@ -169,11 +152,8 @@ class RemoteEpisode(SeededEpisode):
         self._socket: Any = None
         self._entered = False
 
-    def reset(self, row: Row) -> Any:
-        return self._begin(row)
-
-    async def _begin(self, row: Row) -> Any:
-        await self._task.room.enter()
+    async def reset(self, row: Row) -> Prompt:  # type: ignore[override]
+        await self._task.room.acquire()
         self._entered, answer = True, None
         try:
             await self._connect()
@@ -203,7 +183,7 @@ class RemoteEpisode(SeededEpisode):
         finally:
             if self._entered:
                 self._entered = False
-                self._task.room.leave()
+                self._task.room.release()
 
     async def _connect(self) -> None:
         address = f"ws{self._task.url.removeprefix('http')}/ws"

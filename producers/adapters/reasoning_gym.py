@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,12 +39,10 @@ class ReasoningGymTask(Task):
         ConfigError.
         """
         kind = f"reasoning-gym:{name}"
-        package = required(
-            "reasoning_gym", package="reasoning-gym", extra="reasoning-gym", kind=kind
-        )
         self._utils = required(
             "reasoning_gym.utils", package="reasoning-gym", extra="reasoning-gym", kind=kind
         )
+        package = sys.modules["reasoning_gym"]
         datasets = package.factory.DATASETS
         if name not in datasets:
             raise ConfigError(

@@ -100,7 +100,7 @@ def test_an_environment_that_fails_is_the_tasks_error_and_one_that_is_away_is_tr
             with pytest.raises(Retry, match=words):
                 await said(other, "1")
         await ended(other)
-        for _ in range(task.room._size + 1):  # type: ignore[attr-defined]
+        for _ in range(65):  # more than task.options.sessions
             with pytest.raises(Retry, match="refused the connection"):
                 await begun(opened(task, {}))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.registry import dataset_digest
+from dora_pipe.producers.tasks.registry import rows_digest
 from dora_pipe.producers.tasks.task import Reward, Row, Task
 from tests.support.adapters_of_others import task_of
 
@@ -47,9 +47,9 @@ def test_rows_follow_from_the_seed_alone(name: str) -> None:
     kind, before = f"reasoning-gym:{name}", random.getstate()
     entry, again = (task_of(kind, count=6, eval_count=2) for _ in range(2))
     other = task_of(kind, count=6, eval_count=2, seed=5)
-    assert dataset_digest(entry, "train") == dataset_digest(again, "train")
-    assert dataset_digest(entry, "eval") == dataset_digest(other, "eval")
-    assert dataset_digest(entry, "train") != dataset_digest(other, "train")
+    assert rows_digest(entry.rows("train"), "train") == rows_digest(again.rows("train"), "train")
+    assert rows_digest(entry.rows("eval"), "eval") == rows_digest(other.rows("eval"), "eval")
+    assert rows_digest(entry.rows("train"), "train") != rows_digest(other.rows("train"), "train")
     assert (len(entry.rows("train")), len(entry.rows("eval"))) == (6, 2)
     assert random.getstate() == before
     assert entry.single_turn()

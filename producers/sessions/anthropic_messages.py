@@ -73,7 +73,6 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         stop=stops_of(request.stop_sequences),
         settings=settings,
         caller=caller_of(caller, user if isinstance(user, str) else None),
-        model=request.model,
     )
     return request, call_request
 

@@ -156,7 +156,6 @@ class CallRequest:
     """Sampling settings and unknown keys."""
     template: Mapping[str, Any] = field(default_factory=dict)
     caller: str = ""
-    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

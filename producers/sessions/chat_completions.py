@@ -69,7 +69,6 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
         settings=settings,
         template=template_of(request.chat_template_kwargs, request.enable_thinking),
         caller=caller_of(caller, request.user),
-        model=request.model,
     )
     return request, call_request
 

@@ -52,7 +52,6 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
         max_tokens=request.max_output_tokens,
         settings=settings,
         caller=caller_of(caller, request.user),
-        model=request.model,
     )
     return request, call_request
 

@@ -1,6 +1,6 @@
 """The endpoint's process, without torch. It ends with its worker, which keeps the listening socket.
 
-python -m dora_pipe.producers.sessions.server LISTEN LINK NAME     two descriptors; by `port`
+python -m dora_pipe.producers.sessions.server LISTEN LINK NAME     two descriptors; by `endpoint`
 """
 
 from __future__ import annotations

@@ -90,10 +90,6 @@ class Sessions:
         self._waiting: dict[int, asyncio.Future[AnswerCall]] = {}
         self.context_tokens = context_tokens
 
-    @property
-    def opened(self) -> int:
-        return len(self._open)
-
     def take(self, frame: SessionEffect) -> None:
         match frame:
             case OpenSession():

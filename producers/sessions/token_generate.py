@@ -63,7 +63,6 @@ def read(
         stop_ids=tuple(extra),
         settings={**unread, **settings},
         caller=caller_of(caller),
-        model=request.model,
     )
     return request, call_request
 

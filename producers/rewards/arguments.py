@@ -20,8 +20,8 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.calls import CallState
 from dora_pipe.producers.tasks.execution import CONTEXT, ELSEWHERE, CallContext, call_user_code
+from dora_pipe.producers.tasks.messages import in_order
 from dora_pipe.producers.tasks.task import Completion, Row
-from dora_pipe.producers.tasks.values import in_order
 
 BATCH_MAX: Final = 64
 WAIT_S: Final = 0.02
@@ -51,7 +51,7 @@ class Batches:
         self._open: Batch | None = None
 
     async def ask(self, given: Mapping[str, Any]) -> Any:
-        """Return the function's answer for one item. Raises its errors, and ValueError for a
+        """Return the function's answer for one item. Raises its errors, and NoAnswer for a
         wrong number of answers."""
         batch = self._open
         if batch is None:

@@ -44,7 +44,7 @@ _MODULE: Final = "dora_pipe.producers.rewards.bounded"
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """"""
+    """Question with the arguments of its function (`QUESTIONS`)."""
 
     what: str
     about: dict[str, Any]

@@ -161,22 +161,19 @@ class JudgeClient:
         prompt = self._template.render(
             row=row, text=text, reasoning=reasoning, turns=turns, messages=messages
         )
-        return await self._scored(await self._answered(self._question(prompt)))
+        answer = await self._answered(self._question(prompt))
+        # In a thread: it may take as long as the limits of `bounded`.
+        return await self._in_thread(self._reward, answer)
 
     async def _answered(self, question: Mapping[str, Any]) -> JudgeAnswer:
         name = hashlib.sha256(canonical(question)).hexdigest()
-        asked = self._asked.get(
-            name
-        )  # Trajectories of a group often have equal texts at the same time.
+        # Trajectories of a group often have equal texts at the same time.
+        asked = self._asked.get(name)
         if asked is None:
             asked = self._in_thread(self._judged, question, name)
             self._asked[name] = asked
             asked.add_done_callback(lambda _: self._asked.pop(name))
         return await asyncio.shield(asked)
-
-    async def _scored(self, answer: JudgeAnswer) -> Reward:
-        """Read the score in a thread: it may take as long as the limits of `bounded`."""
-        return await self._in_thread(self._reward, answer)
 
     def _in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

@@ -30,9 +30,8 @@ from dora_pipe.producers.rewards.arguments import (
     RewardContext,
     bind,
 )
-from dora_pipe.producers.tasks.messages import NoAnswer
+from dora_pipe.producers.tasks.messages import NoAnswer, finite, in_order
 from dora_pipe.producers.tasks.task import Completion, Reward, Row
-from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.wire import ABSTAINED, canonical
 
 Summed = TypeVar("Summed")
@@ -95,8 +94,8 @@ class Rewards:
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
         """Return a number or Reward, or an awaitable if a function is `async`.
 
-        Raises the functions' errors, TypeError and ValueError naming a reward without a finite
-        number, TaskError and ConfigError.
+        Raises the functions' errors, NoAnswer naming a reward without a finite number, TaskError
+        and ConfigError.
         """
         alone, _ = self._parts
         if self._bare:
@@ -192,7 +191,7 @@ def _sum(asked: Sequence[Part], answers: Sequence[Any]) -> Reward:
             parts |= _abstained([part])
             continue
         reward = part_answer if isinstance(part_answer, Reward) else Reward(value=part_answer)
-        score = parts[part.name] = _number(part.name, reward.value)
+        score = parts[part.name] = finite(f"the reward `{part.name}`", reward.value)
         value += part.weight * score
         answer = answer or reward.answer
         parts |= {f"{part.name}.{name}": inner for name, inner in reward.parts.items()}
@@ -307,15 +306,6 @@ def _build(where: str, kind: type, options: Mapping[str, Any]) -> Function:
     if not callable(function):
         raise TaskError(f"{where} is a class without `__call__`")
     return function
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"the reward `{name}` gave {type(value).__name__}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward `{name}` gave {number}")
-    return number
 
 
 def _drop(answers: Sequence[Any]) -> None:

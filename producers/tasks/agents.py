@@ -13,7 +13,7 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,83 +45,6 @@ class AgentFailed(Exception):
     """A command exited with a status other than 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentAsked:
-    """Arguments of an agent."""
-
-    base_url: str
-    api_key: str
-    row: Row
-
-
-class FunctionAgent:
-    """Function of `task.agent`. Raises TaskError if the import fails, ConfigError if it cannot be
-    called with `GIVEN`."""
-
-    def __init__(self, reference: str) -> None:
-        self.function: Callable[..., Any] = load_attribute("task.agent", reference, TaskError)
-        if not callable(self.function):
-            raise ConfigError(f"task.agent: `{reference}` is not a function")
-        parameters = inspect.signature(self.function).parameters.values()
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = {
-            parameter.name
-            for parameter in parameters
-            if parameter.kind is not parameter.POSITIONAL_ONLY
-        }
-        self._names = GIVEN if anything else tuple(name for name in GIVEN if name in named)
-        try:
-            inspect.signature(self.function).bind(**dict.fromkeys(self._names))
-        except TypeError as error:
-            raise ConfigError(
-                f"task.agent: `{reference}`: {error}", hint=f"it may take {', '.join(GIVEN)}"
-            ) from None
-
-    @property
-    def source(self) -> Any:
-        return self.function
-
-    async def run(self, asked: AgentAsked) -> Any:
-        given = {name: getattr(asked, name) for name in self._names}
-        return await call_in_thread(partial(self.function, **given))
-
-
-class CommandAgent:
-    """Command of `task.agent`, run in its own process group."""
-
-    def __init__(self, command: Sequence[str], directory: str) -> None:
-        self._command, self._directory = tuple(command), directory or None
-
-    @property
-    def source(self) -> Any:
-        return "\0".join(self._command)
-
-    async def run(self, asked: AgentAsked) -> Any:
-        """Raises AgentFailed, NoAnswer, OSError."""
-        with tempfile.TemporaryDirectory(prefix="dora-pipe-agent-") as folder:
-            result = Path(folder) / "result.json"
-            environment = {
-                "OPENAI_BASE_URL": asked.base_url,
-                "OPENAI_API_KEY": asked.api_key,
-                "DORA_PIPE_ROW": msgspec.json.encode(dict(asked.row)).decode(),
-                "DORA_PIPE_RESULT": str(result),
-            }
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=self._directory,
-                env={**os.environ, **environment},
-                process_group=0,
-                preexec_fn=partial(die_with, os.getpid()),
-            )
-            tail = await _run_to_its_end(process)
-            if process.returncode:
-                raise AgentFailed(f"status {process.returncode}: {tail}")
-            return _result(result)
-
-
 class AgentTask(Task):
     """Task that is its own agent (`config.model.Task.is_agent`)."""
 
@@ -129,30 +52,82 @@ class AgentTask(Task):
         raise NotImplementedError
 
 
-class OwnAgent:
-    """Agent of an `AgentTask`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Agent of a task; `run` takes the values of `GIVEN`."""
 
-    def __init__(self, task: AgentTask) -> None:
-        self._task = task
-
-    @property
-    def source(self) -> Any:
-        return type(self._task)
-
-    async def run(self, asked: AgentAsked) -> Any:
-        return await self._task.play(asked.base_url, asked.api_key, asked.row)
-
-
-Agent = FunctionAgent | CommandAgent | OwnAgent
+    run: Callable[[str, str, Row], Awaitable[Any]]
+    source: Any
+    """See `Task.reward_sources`."""
 
 
 def open_agent(config: model.Task, task: Task) -> Agent | None:
-    """Return the agent of a task. Raises as `FunctionAgent`."""
+    """Return the agent of a task.
+
+    Raises TaskError if its import fails, ConfigError if it cannot be called with `GIVEN`.
+    """
     if isinstance(task, AgentTask):
-        return OwnAgent(task)
+        return Agent(run=task.play, source=type(task))
+    if not config.agent:
+        return None
     if isinstance(config.agent, str):
-        return FunctionAgent(config.agent) if config.agent else None
-    return CommandAgent(config.agent, config.directory) if config.agent else None
+        return _function_agent(config.agent)
+    run = partial(_run_command, tuple(config.agent), config.directory or None)
+    return Agent(run=run, source="\0".join(config.agent))
+
+
+def _function_agent(reference: str) -> Agent:
+    function: Callable[..., Any] = load_attribute("task.agent", reference, TaskError)
+    if not callable(function):
+        raise ConfigError(f"task.agent: `{reference}` is not a function")
+    parameters = inspect.signature(function).parameters.values()
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.POSITIONAL_ONLY
+    }
+    names = [name for name in GIVEN if anything or name in named]
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"task.agent: `{reference}`: {error}", hint=f"it may take {', '.join(GIVEN)}"
+        ) from None
+
+    async def run(*values: Any) -> Any:
+        given = dict(zip(GIVEN, values, strict=True))
+        return await call_in_thread(partial(function, **{name: given[name] for name in names}))
+
+    return Agent(run=run, source=function)
+
+
+async def _run_command(
+    command: Sequence[str], directory: str | None, base_url: str, api_key: str, row: Row
+) -> Any:
+    """Run a command in its own process group. Raises AgentFailed, NoAnswer, OSError."""
+    with tempfile.TemporaryDirectory(prefix="dora-pipe-agent-") as folder:
+        result = Path(folder) / "result.json"
+        environment = {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            "DORA_PIPE_ROW": msgspec.json.encode(dict(row)).decode(),
+            "DORA_PIPE_RESULT": str(result),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=directory,
+            env={**os.environ, **environment},
+            process_group=0,
+            preexec_fn=partial(die_with, os.getpid()),
+        )
+        tail = await _run_to_its_end(process)
+        if process.returncode:
+            raise AgentFailed(f"status {process.returncode}: {tail}")
+        return _result(result)
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:

@@ -174,7 +174,7 @@ class TaskFailed(Message, frozen=True, kw_only=True):
 
 
 class EpisodeLost(Message, frozen=True, kw_only=True):
-    """The process of the episode ended."""
+    """The process of the episode ended, or its code raised `Retry` to the end."""
 
     message: str
 
@@ -231,7 +231,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Empty if the source is unknown."""
     single_turn: bool = True
     replayable: bool = False
-    """See `port.Task.replayable`."""
+    """See `task.Task.replayable`."""
     scores_groups: bool = False
     packages: dict[str, str] = {}
     """See `Task.packages`."""

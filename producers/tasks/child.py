@@ -86,7 +86,6 @@ class Child:
     heard_ns: int
     """Start, then last frame or first call after idle time."""
     heard: bool = False
-    bad: int = 0
     ready: bool = False
     sent: dict[int, OpenCall] = field(default_factory=dict)
     begun: dict[int, OpenCall] = field(default_factory=dict)
@@ -95,8 +94,6 @@ class Child:
     """Call in the main thread."""
     exhausted: str = ""
     """Reason to finish only its open calls and episodes."""
-    suspended: bool = False
-    """Exhausted by failed calls; further ones do not count."""
     episodes: dict[int, str] = field(default_factory=dict)
     closing_until_ns: int = 0
     _up: bytearray = field(default_factory=bytearray)

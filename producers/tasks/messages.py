@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, get_type_hints
 
 import msgspec
@@ -22,6 +23,26 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 class NoAnswer(Exception):
     """Users' code returned an invalid value."""
+
+
+def finite(what: str, value: object) -> float:
+    """Return a finite float, also from numpy. Raises NoAnswer."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise NoAnswer(f"{what} is {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoAnswer(f"{what} is {number}")
+    return number
+
+
+def in_order(what: str, values: Any, count: int) -> list[Any]:
+    """Return results as a list. Raises NoAnswer without order or for a wrong number."""
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__iter__"):
+        raise NoAnswer(f"{what} gave {type(values).__name__}, not a number per completion")
+    items = list(values)
+    if len(items) != count:
+        raise NoAnswer(f"{what} gave {len(items)} numbers for {count} completions")
+    return items
 
 
 def normal(messages: Any, where: str = "messages") -> tuple[dict[str, Any], ...]:

@@ -330,26 +330,24 @@ class TaskPool:
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
         works = is_working(event)
         if works:
-            child.bad = 0
             self._places.breakers[child.link.url].worked()
         elif works is False:
             self._went_wrong(child, words_of(event), now_ns)
 
     def _went_wrong(self, child: Child, what: str, now_ns: int) -> None:
-        """Retire the process, or pause its location, after `BAD_MAX` failures in a row outside the
+        """Pause a location and retire its processes after `BAD_MAX` failures in a row outside the
         task's code."""
+        if child.exhausted:
+            return
         location = child.link.url
         breaker = self._places.breakers[location]
-        child.bad, breaker.bad = child.bad + 1, breaker.bad + 1
-        everywhere = breaker.bad >= BAD_MAX
-        if child.suspended or not (everywhere or child.bad >= BAD_MAX):
+        breaker.bad += 1
+        if breaker.bad < BAD_MAX:
             return
-        child.suspended = True
         why = one_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
         self._places.failed(location, now_ns, why)
-        for other in [other for other in self._children if not other.exhausted]:
-            if other is child or (everywhere and other.link.url == location):
-                other.suspended = True
+        for other in list(self._children):
+            if other.link.url == location and not other.exhausted:
                 self._retire(other, f"{location} {why}".strip(), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:

@@ -149,13 +149,9 @@ def _check_arguments(
         raise ConfigError(f"task.options: {error} of `{kind}`") from error
 
 
-def dataset_digest(task: Task, split: Split) -> tuple[str, int]:
-    """Return sha256 (hex) and number of rows. Raises TaskError unless rows are plain JSON."""
-    return rows_digest(task.rows(split), split)
-
-
 def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
-    """Same as `dataset_digest`; files have a stored digest."""
+    """Return sha256 (hex) and number of rows; files have a stored digest. Raises TaskError unless
+    rows are plain JSON."""
     if isinstance(rows, DataRows):
         return rows.digest, len(rows)
     digest = hashlib.sha256()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import msgspec
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError, printable
 from dora_pipe.core.errors import one_line as cut
 from dora_pipe.core.system.own_code import traceback_of, with_place
-from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
+from dora_pipe.producers.tasks.agents import open_agent
 from dora_pipe.producers.tasks.calls import (
     Abandon,
     AgentCall,
@@ -57,7 +56,7 @@ from dora_pipe.producers.tasks.execution import (
     Threads,
     call_user_code,
 )
-from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.messages import NoAnswer, finite, in_order, normal, tool_schema
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.producers.tasks.task import (
     ANSWER_CHARACTERS_MAX,
@@ -74,7 +73,6 @@ from dora_pipe.producers.tasks.task import (
     Tool,
 )
 from dora_pipe.producers.tasks.tools import ToolEnvironment
-from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.identity import derive_seed
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
@@ -288,8 +286,8 @@ class TaskServer:
             raise NoAnswer("the task has no agent")
         row = self._row(call.split, call.index)
         CONTEXT.get().report("running")  # commands run outside of `call_user_code`
-        asked = AgentAsked(base_url=call.base_url, api_key=call.api_key, row=row)
-        return agent_ended(call.request, await self._agent.run(asked))
+        result = await self._agent.run(call.base_url, call.api_key, row)
+        return agent_ended(call.request, result)
 
     async def _prompted(self, row: Row, completion: Completion) -> Completion:
         """Put the prompt before the message of a single turn."""
@@ -424,22 +422,9 @@ def answer_text(answer: str) -> str:
 
 def scored_together(request: str, given: object, count: int) -> GroupRewarded:
     """Return one reward per completion. Raises NoAnswer."""
-    try:
-        rewards = [scored(request, reward) for reward in in_order("score_group", given, count)]
-    except (TypeError, ValueError) as error:
-        raise NoAnswer(str(error)) from None
+    rewards = [scored(request, reward) for reward in in_order("score_group", given, count)]
     return GroupRewarded(
         request=request,
         rewards=tuple(reward.reward for reward in rewards),
         parts=tuple(reward.parts for reward in rewards),
     )
-
-
-def finite(what: str, value: object) -> float:
-    """Return a finite float, also from numpy. Raises NoAnswer."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise NoAnswer(f"{what} is {type(value).__name__}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise NoAnswer(f"{what} is {number}")
-    return number

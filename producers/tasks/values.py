@@ -55,16 +55,6 @@ def observation_text(value: Any) -> str:
     return as_text(value)
 
 
-def in_order(what: str, values: Any, count: int) -> list[Any]:
-    """Return results as a list. Raises TypeError without order, ValueError for a wrong number."""
-    if isinstance(values, str | bytes | Mapping | AnySet) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{what} gave {type(values).__name__}, not a number per completion")
-    items = list(values)
-    if len(items) != count:
-        raise ValueError(f"{what} gave {len(items)} numbers for {count} completions")
-    return items
-
-
 def plain(value: Any) -> Any:
     """Return a value made of None, bool, int, float, Decimal, str, list and dict. Raises NoValue.
 

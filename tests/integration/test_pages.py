@@ -17,7 +17,7 @@ from dora_pipe.config import model
 from dora_pipe.config.describe import toml
 from dora_pipe.config.load import load_config
 from dora_pipe.config.several import sections_of
-from dora_pipe.producers.tasks.registry import dataset_digest, open_task
+from dora_pipe.producers.tasks.registry import open_task, rows_digest
 from tests.support import pages
 from tests.support.adapters_of_others import installed
 from tests.support.cli_words import parsed
@@ -62,7 +62,7 @@ def _open(config: model.Config) -> None:
     for task in (task for *_, task in sections_of(config) if isinstance(task, model.Task)):
         kind = task.kind.partition(":")[0]
         if kind in ("gymnasium", "reasoning-gym") and installed(kind):
-            assert dataset_digest(open_task(task), "train")[1] > 0
+            assert rows_digest(open_task(task).rows("train"), "train")[1] > 0
 
 
 @dataclass

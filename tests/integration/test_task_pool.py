@@ -96,10 +96,6 @@ def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None
     ("text", "error", "message"),
     [
         ("nan", "NoAnswer", "the reward is nan"),
-        ("inf", "NoAnswer", "the reward is inf"),
-        ("none", "NoAnswer", "the only reward abstained (None)"),
-        ("text", "NoAnswer", "the reward is str, not a number"),
-        ("bad part", "NoAnswer", "part `length` is nan"),
         ("exit", "SystemExit", "3"),
     ],
 )

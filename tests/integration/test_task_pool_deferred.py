@@ -1,6 +1,9 @@
 """Tests of awaiting calls: they overlap, end and are retried independently."""
 
+import contextlib
+import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.task import ToolCall, Turn
+from dora_pipe.producers.tasks.task import Completion, ToolCall, Turn
 from tests.support.task_pool import (
     DEADLINE_S,
     PATIENCE_S,
@@ -315,8 +318,8 @@ def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) 
         ]
         done = ask(pool, EnvStep(request="a", turn=Turn(text="3")))
         assert done == EnvObserved(request="a", text="", done=True, tool="", ok=True)
-        messages = ({"role": "assistant", "content": "3"},)
-        scored = ask(pool, replace(score("a", "3"), messages=messages))
+        completion = Completion(text="3", messages=[{"role": "assistant", "content": "3"}])
+        scored = ask(pool, replace(score("a", ""), completion=completion))
         assert scored == Rewarded(request="a", reward=1.0, raw=None, parts={})
         assert pool.deaths == 0
 
@@ -336,7 +339,11 @@ def test_every_call_gets_one_event_and_a_forgotten_one_none(folder: Path, seed: 
                 name = remaining.pop()
                 pool.submit(score(name, chance.choice(texts).format(name)))
                 begun.add(name)
-            counter.update(event.request for event in pool.poll(wait_s=0.02))
+            for event in pool.poll(wait_s=0.02):
+                counter.update([event.request])
+                if isinstance(event, Rewarded) and event.reward > 200:  # its process
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(event.reward), signal.SIGKILL)
             for name in sorted(begun - set(counter)):
                 if chance.random() < 0.002:
                     pool.forget(name)

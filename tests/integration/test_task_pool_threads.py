@@ -66,7 +66,6 @@ class Mixed(Task):
         what, _, rest = text.partition(" ")
         if what == "most": return most
         if what == "threads": return threading.active_count()
-        if what == "main": return threading.current_thread() is threading.main_thread()
         if what == "sleep": slow(float(rest))
         if what == "hang": time.sleep(1000)
         if what == "hold": re.match(r"(a+)+$", "a" * 64 + "b")  # lets no other thread run
@@ -124,17 +123,6 @@ def test_one_thread_means_the_main_thread_in_order(folder: Path) -> None:
         most = ask(pool, score("ask", "most"))
         assert isinstance(most, Rewarded)
         assert most.reward == 1
-
-
-def test_rewards_run_in_the_main_thread(folder: Path) -> None:
-    with TaskPool(task(folder)) as pool:
-        for number in range(4):
-            pool.submit(score(f"r{number}", "sleep 0.3"))
-        assert len(gather(pool, 4)) == 4
-        most, main = (ask(pool, score("ask", what)) for what in ("most", "main"))
-        assert isinstance(most, Rewarded)
-        assert isinstance(main, Rewarded)
-        assert (most.reward, main.reward) == (1, True)
 
 
 def test_step_that_loops_for_ever_is_ended_with_its_thread(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """Tests of task code that blocks or kills its process: the error names it."""
 
-import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import pytest
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks import pool as pool_module
-from dora_pipe.producers.tasks.calls import Rewarded, TaskEvent, TaskFailed
+from dora_pipe.producers.tasks.calls import Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.task_pool import (
     DEADLINE_S,
@@ -144,37 +142,3 @@ time.sleep(60)
         parent.kill()
         parent.wait()
     assert wait_until_gone(child)
-
-
-def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:
-    chance = random.Random(4)
-    texts = ["one"] * 30 + ["raise", "nan", "slow", "die", "print"]
-    calls = {f"r{number}": chance.choice(texts) for number in range(400)} | {"hangs": "forever"}
-    remaining_calls = list(calls)
-    events: list[TaskEvent] = []
-    with TaskPool(task(folder, processes=3, limit_s=LIMIT_S)) as pool:
-        end = time.monotonic() + DEADLINE_S
-        while len(events) < len(calls) and time.monotonic() < end:
-            while remaining_calls and pool.pending < 40:
-                name = remaining_calls.pop(0)
-                pool.submit(score(name, calls[name]))
-            new = pool.poll(wait_s=0.05)
-            events += new
-            pids = [int(e.reward) for e in new if isinstance(e, Rewarded) and e.reward > 200]
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):  # its next call may have ended it
-                    os.kill(pid, signal.SIGKILL)
-            if chance.random() < 0.1 and len(calls) < 440:
-                calls[f"kill{len(calls)}"] = "pid"
-                remaining_calls.insert(0, f"kill{len(calls) - 1}")
-        assert pool.poll() == []
-        assert pool.pending == 0
-    assert sorted(event.request for event in events) == sorted(calls)
-    wrong = [
-        event
-        for event in events
-        if isinstance(event, Rewarded) and calls[event.request] in ("raise", "nan", "die")
-    ]
-    assert not wrong
-    scored = sum(isinstance(event, Rewarded) for event in events)
-    assert scored > 250

@@ -24,16 +24,11 @@ from dora_pipe.producers.tasks.task import Environment, Observation, Reward, Tas
 
 REWARDS = {
     "one": lambda: 1, "true": lambda: True, "nan": lambda: float("nan"),
-    "inf": lambda: float("inf"), "none": lambda: None, "text": lambda: "1.0",
     "rich": lambda: Reward(value=0.5, raw=1.0, parts={"exact": 1.0}),
-    "bad part": lambda: Reward(value=0.5, parts={"length": float("nan")}),
     "exit": lambda: sys.exit(3), "die": lambda: os._exit(7),
     "crash": lambda: os.kill(os.getpid(), 11), "pid": os.getpid,
-    "print": lambda: print("hello", flush=True) or os.write(1, b"raw bytes") and 1.0,
     "print control":
         lambda: print("red\\x1b[31m", "\\x9b2J", file=sys.stderr) or print("\\x07") or 1,
-    "input": lambda: float(len(sys.stdin.read())),
-    "surrogate": lambda: Reward(value=1.0, parts={"\\ud800": 1.0}),
 }
 
 def forever():

@@ -19,7 +19,7 @@ from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
-from dora_pipe.producers.tasks.registry import dataset_digest
+from dora_pipe.producers.tasks.registry import rows_digest
 from dora_pipe.producers.worker.role import run_worker
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -63,8 +63,8 @@ class Run:
     engines: list[SimulatedEngine] = field(default_factory=list)
 
     def begin(self, **changes: Any) -> None:
-        train, rows = dataset_digest(task_of_the_run(), "train")
-        evaluation, eval_rows = dataset_digest(task_of_the_run(), "eval")
+        train, rows = rows_digest(task_of_the_run().rows("train"), "train")
+        evaluation, eval_rows = rows_digest(task_of_the_run().rows("eval"), "eval")
         config = msgspec.to_builtins(self.config)
         record = RunStarted(
             at_ns=0,
@@ -129,7 +129,7 @@ class Run:
     def place(self, incarnation: int, ordinal: int = 0) -> ScheduledRequest:
         spec: GroupSpec = msgspec.structs.replace(
             spec_of(ordinal),
-            dataset_digest=dataset_digest(task_of_the_run(), "train")[0],
+            dataset_digest=rows_digest(task_of_the_run().rows("train"), "train")[0],
             digest=self.policy.digest,
         )
         return ScheduledRequest(

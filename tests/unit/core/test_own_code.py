@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.system.own_code import importable, load_function, raised_at
-from dora_pipe.producers.tasks.server import finite
+from dora_pipe.producers.tasks.messages import finite
 
 BROKEN = {
     "its own": ("def reward(text):\n    return text[5]\n", 2),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.config.load import load_config
-from dora_pipe.producers.tasks.registry import dataset_digest, open_task
+from dora_pipe.producers.tasks.registry import open_task, rows_digest
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -29,8 +29,8 @@ WITH_DATA = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name
 def test_every_example_is_a_sound_configuration_whose_task_opens(path: Path) -> None:
     config = load_config(path, ())
     task = open_task(config.task)
-    assert dataset_digest(task, "train")[1] > 0
-    assert dataset_digest(task, "eval")[1] >= config.evaluation.prompts > 0
+    assert rows_digest(task.rows("train"), "train")[1] > 0
+    assert rows_digest(task.rows("eval"), "eval")[1] >= config.evaluation.prompts > 0
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "calculator"])

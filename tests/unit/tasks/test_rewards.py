@@ -221,7 +221,7 @@ def test_a_function_of_lists_is_asked_of_what_waits() -> None:
     assert [record.value for record in _several(both, ["42", "no"])] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize(("text", "error"), [("fail", KeyError), ("lost", ValueError)])
+@pytest.mark.parametrize(("text", "error"), [("fail", KeyError), ("lost", NoAnswer)])
 def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
     text: str, error: type[Exception]
 ) -> None:

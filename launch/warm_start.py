@@ -173,8 +173,7 @@ def _say_day(model: Path, now_ns: int) -> None:
     """Report the day if the chat template contains it, because it is trained on."""
     from dora_pipe.producers.chat.template import find_templates
 
-    templates = find_templates(model)
-    if templates is not None and any("strftime_now" in text for text in templates.texts.values()):
+    if any("strftime_now" in text for text in find_templates(model).values()):
         day = datetime.fromtimestamp(now_ns // 1_000_000_000, UTC).date()
         say(f"today is {day} for the chat template")
 

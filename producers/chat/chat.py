@@ -21,7 +21,12 @@ from dora_pipe.core.system.own_code import source_sha256
 from dora_pipe.producers.chat.parsers import PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
-from dora_pipe.producers.chat.template import Template, find_templates, special_tokens
+from dora_pipe.producers.chat.template import (
+    Template,
+    find_templates,
+    special_tokens,
+    template_text,
+)
 from dora_pipe.producers.chat.template_features import learn
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools, closers
 from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -252,14 +257,14 @@ def _template_renderer(
     assets: Path, tokenizer: Tokenizer, options: ChatOptions
 ) -> tuple[TemplateRenderer, Mapping[str, str]]:
     templates = find_templates(assets)
-    if templates is None:
+    if not templates:
         raise PolicyError(
             "messages need a chat template, and the model has none",
             hint="set model.chat_template = FILE",
         )
     values = {**special_tokens(assets), **options.kwargs}
     plain, tooled = (
-        Template(templates.text(tools=tools), values=values, now_ns=options.now_ns)
+        Template(template_text(templates, tools=tools), values=values, now_ns=options.now_ns)
         for tools in (False, True)
     )
     features = learn(plain, tooled)
@@ -273,7 +278,7 @@ def _template_renderer(
         stop_ids=written | frozenset(tokenizer.stop_ids),
         closers=written,
     )
-    return template_renderer, templates.texts
+    return template_renderer, templates
 
 
 def _typed(

@@ -33,27 +33,9 @@ NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 _ESCAPED: Final = re.compile(r"\\ufd([de][0-9a-f])")
 
 
-class Templates:
-    """Texts of a model's templates by name: `default` and sometimes `tool_use`."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self.texts = dict(texts)
-
-    def text(self, *, tools: bool) -> str:
-        """Return the template for conversations with or without tools. Raises PolicyError
-        without a default."""
-        if tools and "tool_use" in self.texts:
-            return self.texts["tool_use"]
-        if "default" in self.texts:
-            return self.texts["default"]
-        raise PolicyError(
-            f"the model's chat templates are {', '.join(sorted(self.texts))}, without `default`",
-            hint="choose one with model.chat_template",
-        )
-
-
-def find_templates(assets: Path) -> Templates | None:
-    """Return the chat templates of a model directory, or None. Raises PolicyError."""
+def find_templates(assets: Path) -> dict[str, str]:
+    """Return the chat templates of a model directory by name: `default` and sometimes `tool_use`.
+    Raises PolicyError."""
     templates: dict[str, str] = {}
     for name in reversed(_CONFIGS):
         value = read_object(assets / name).get("chat_template")
@@ -68,7 +50,20 @@ def find_templates(assets: Path) -> Templates | None:
         templates = {"default": read_template(file)}
     for more in sorted((assets / _OTHERS).glob("*.jinja")):
         templates[more.stem] = read_template(more)
-    return Templates(templates) if templates else None
+    return templates
+
+
+def template_text(templates: Mapping[str, str], *, tools: bool) -> str:
+    """Return the template for conversations with or without tools. Raises PolicyError without a
+    default."""
+    if tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if "default" in templates:
+        return templates["default"]
+    raise PolicyError(
+        f"the model's chat templates are {', '.join(sorted(templates))}, without `default`",
+        hint="choose one with model.chat_template",
+    )
 
 
 def read_template(path: Path) -> str:

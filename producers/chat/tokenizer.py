@@ -72,8 +72,7 @@ class Tokenizer:
         self.size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         """Largest token id plus 1."""
         self.stop_ids = _stop_ids(assets, self.backend)
-        templates = find_templates(assets)
-        texts = () if templates is None else templates.texts.values()
+        texts = find_templates(assets).values()
         self.control = control_tokens(self.backend, texts, self.stop_ids)
         """Control tokens, which texts of the data never become."""
         self.hidden = frozenset(

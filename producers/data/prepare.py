@@ -27,10 +27,10 @@ from dora_pipe.producers.data.filters import compile_filter
 from dora_pipe.producers.data.readers import Placed, rows_of
 from dora_pipe.producers.data.rows import DataRows, TooManyBytes, write_rows
 from dora_pipe.producers.data.spec import (
-    DataFile,
     DataSpec,
     Source,
     describe_sources,
+    identity,
     sources_of,
 )
 from dora_pipe.schemas.wire import canonical, sha256_hex
@@ -70,8 +70,8 @@ def open_rows(spec: DataSpec) -> DataRows:
     filter, ResourceError if the cache is full.
     """
     sources = sources_of(spec)
-    size = sum(source.identity()[1] for source in sources if isinstance(source, DataFile))
-    if size <= MEMORY_BYTES_MAX and all(isinstance(source, DataFile) for source in sources):
+    files = [source.stat().st_size for source in sources if isinstance(source, Path)]
+    if sum(files) <= MEMORY_BYTES_MAX and len(files) == len(sources):
         buffer = io.BytesIO()
         with contextlib.suppress(TooManyBytes):
             write_rows(chosen(sources, spec), buffer, bytes_max=MEMORY_BYTES_MAX)
@@ -103,17 +103,19 @@ def chosen(sources: Sequence[Source], spec: DataSpec) -> Iterator[Placed]:
     """Yield the selected rows with file and position."""
     keeps = compile_filter(spec.filter) if spec.filter else None
     for source in sources:
-        where = str(source.path) if isinstance(source, DataFile) else f"hf:{source.name}"
         for location, given in rows_of(source, spec):
+            where = f"{source}, {location}"
             try:
                 row = _renamed(given, spec)
                 kept = (keeps is None or keeps(row)) and _on_this_side(row, spec)
                 if kept and spec.prompt:
                     _check_prompt(row, spec.prompt)
             except TaskError as error:
-                raise TaskError(f"{where}, {location}: {error.message}", hint=error.hint) from error
+                raise TaskError(
+                    f"{source}, {location}: {error.message}", hint=error.hint
+                ) from error
             if kept:
-                yield f"{where}, {location}", row
+                yield where, row
 
 
 def _renamed(row: dict[str, Any], spec: DataSpec) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def _columns(row: dict[str, Any]) -> str:
 
 
 def _key(sources: Sequence[Source], spec: DataSpec) -> str:
-    return sha256_hex(canonical([_FORM, spec, [source.identity() for source in sources]]))[:40]
+    return sha256_hex(canonical([_FORM, spec, [identity(source) for source in sources]]))[:40]
 
 
 def prepare(spec: DataSpec, path: Path) -> None:

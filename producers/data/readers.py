@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import TaskError, install_hint
-from dora_pipe.producers.data.spec import DataFile, DataSpec, HubSet, Source, without
+from dora_pipe.producers.data.spec import DataSpec, HubSet, Source, without
 
 BATCH_ROWS: Final = 512
 """Table rows held as Python objects at a time."""
@@ -49,16 +49,15 @@ def rows_of(source: Source, spec: DataSpec) -> Iterator[Placed]:
     """Yield the rows of a source and their positions. Raises TaskError naming file and position."""
     if isinstance(source, HubSet):
         return _hub_rows(source, tuple(without(spec.columns)))
-    path = source.path
     try:
-        with path.open("rb") as file:
+        with source.open("rb") as file:
             head = file.read(8)
     except OSError as error:
-        raise TaskError(f"{path}: {error.strerror}") from error
+        raise TaskError(f"{source}: {error.strerror}") from error
     kind = next((name for magic, name in _FORMATS if head.startswith(magic)), "text")
     if kind == "parquet":
         return _table_rows(source, tuple(without(spec.columns)))
-    return _text_rows(path, kind)
+    return _text_rows(source, kind)
 
 
 # Text: JSON and CSV.
@@ -175,14 +174,14 @@ def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator
 # Tables: Parquet, the hub.
 
 
-def _table_rows(source: DataFile, dropped: tuple[str, ...]) -> Iterator[Placed]:
+def _table_rows(path: Path, dropped: tuple[str, ...]) -> Iterator[Placed]:
     import pyarrow as pa
 
     try:
-        yield from _rows_in(str(source.path), _batches(source.path, dropped), dropped)
+        yield from _rows_in(str(path), _batches(path, dropped), dropped)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         lines = str(error).splitlines()
-        raise TaskError(f"{source.path}: {lines[0] if lines else type(error).__name__}") from error
+        raise TaskError(f"{path}: {lines[0] if lines else type(error).__name__}") from error
 
 
 def _batches(path: Path, dropped: tuple[str, ...]) -> Iterator[Any]:
@@ -200,10 +199,9 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
         from datasets.utils.logging import disable_progress_bar
     except ImportError:
         raise TaskError(
-            f"hf:{source.name}: `datasets` is not installed", hint=install_hint("data")
+            f"{source}: `datasets` is not installed", hint=install_hint("data")
         ) from None
     disable_progress_bar()
-    where = f"hf:{source.name}"
     try:
         data = load_dataset(
             source.name, source.config or None, split=source.split, revision=source.revision or None
@@ -211,11 +209,11 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
     except (OSError, ValueError, RuntimeError, LookupError) as error:
         message = " ".join(str(error).split())
         raise TaskError(
-            f"{where}: {message[:300]}",
+            f"{source}: {message[:300]}",
             hint="names are OWNER/NAME:CONFIG; offline (HF_HUB_OFFLINE=1) the data set must be"
             " in the cache",
         ) from error
-    yield from _rows_in(where, data.with_format("arrow").iter(BATCH_ROWS), dropped)
+    yield from _rows_in(str(source), data.with_format("arrow").iter(BATCH_ROWS), dropped)
 
 
 def _rows_in(where: str, batches: Iterable[Any], dropped: tuple[str, ...]) -> Iterator[Placed]:

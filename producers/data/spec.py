@@ -56,21 +56,6 @@ DEFAULT_SPLIT: Final = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """File with rows."""
-
-    path: Path
-
-    def identity(self) -> tuple[str, int, int, int]:
-        """Return path, size, time and inode, to detect changes. Raises TaskError."""
-        try:
-            stat = self.path.stat()
-        except OSError as error:
-            raise TaskError(f"{self.path}: {error.strerror}") from error
-        return str(self.path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
     """Data set on the Hugging Face hub, such as ``hf:openai/gsm8k:main@v1``."""
 
@@ -79,12 +64,24 @@ class HubSet:
     revision: str
     split: str
 
-    def identity(self) -> tuple[str, str, str, str]:
-        """Name, configuration and revision as requested; the hub's content may change."""
-        return self.name, self.config, self.revision, self.split
+    def __str__(self) -> str:
+        return f"{HUB}{self.name}"
 
 
-Source = DataFile | HubSet
+Source = Path | HubSet
+"""File or data set with rows."""
+
+
+def identity(source: Source) -> tuple[str | int, ...]:
+    """Return what shows a change: path, size, time and inode of a file; the hub's content may
+    change. Raises TaskError."""
+    if isinstance(source, HubSet):
+        return source.name, source.config, source.revision, source.split
+    try:
+        stat = source.stat()
+    except OSError as error:
+        raise TaskError(f"{source}: {error.strerror}") from error
+    return str(source.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def sources_of(spec: DataSpec) -> list[Source]:
@@ -104,7 +101,7 @@ def _hub(named: str, split: str) -> HubSet:
     return HubSet(name=name, config=config, revision=revision, split=split or DEFAULT_SPLIT)
 
 
-def _local(named: str, split: str) -> Iterator[DataFile]:
+def _local(named: str, split: str) -> Iterator[Path]:
     for path in _matches(named):
         if path.is_dir():
             raise TaskError(
@@ -112,7 +109,7 @@ def _local(named: str, split: str) -> Iterator[DataFile]:
             )
         if split:
             raise TaskError(f"{path}: a file has no split `{split}`")
-        yield DataFile(path=path)
+        yield path
 
 
 def _matches(named: str) -> Sequence[Path]:

@@ -122,7 +122,7 @@ def _chat_of(
 
 def agent_chat(task: Task, started_ns: int, assets: Path, tokenizer: Tokenizer) -> Chat | None:
     """Return the chat for an agent's calls; None if agents must send token ids."""
-    if find_templates(assets) is None:
+    if not find_templates(assets):
         return None
     return Chat.open(assets, tokenizer, chat_options(task, started_ns))
 

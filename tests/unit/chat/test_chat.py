@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
 from dora_pipe.producers.chat.chat import Chat, ChatOptions
-from dora_pipe.producers.chat.template import Template, find_templates
+from dora_pipe.producers.chat.template import Template, find_templates, template_text
 from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.task import Completion
@@ -150,9 +150,8 @@ def test_a_model_has_one_template_or_several_by_name(tmp_path: Path) -> None:
     config["chat_template"] = several
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     templates = find_templates(tmp_path)
-    assert templates is not None
-    assert templates.text(tools=False).startswith("default")
-    assert templates.text(tools=True).startswith("tool_use")
+    assert template_text(templates, tools=False).startswith("default")
+    assert template_text(templates, tools=True).startswith("tool_use")
     config["chat_template"] = several[1:]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(PolicyError, match="without `default`"):

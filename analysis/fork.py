@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.schemas.control import REPLAY_DIFFERS, RequestFailed
 from dora_pipe.schemas.identity import SAMPLES_MAX, cut_seed, group_id
 from dora_pipe.schemas.rounds import GroupSpec
-from dora_pipe.schemas.trajectory import EpisodeProgress, Segment, Trajectory
+from dora_pipe.schemas.trajectory import Progress, Segment, Trajectory
 
 CONFIDENCE: Final = 1.96
 """Standard errors for 95 %."""
@@ -181,7 +181,7 @@ def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker
 
 def prefix_of(
     recorded: Trajectory, cut: Cut, name: str, worker: TemporaryWorker
-) -> EpisodeProgress | None:
+) -> Progress | None:
     """Return the tokens before a cut as a progress record; None at the prompt.
 
     It names the worker's version and ends with a model turn, so that the environment answers again.
@@ -194,7 +194,7 @@ def prefix_of(
     if not models:
         return None
     end = models[-1].end
-    return EpisodeProgress(
+    return Progress(
         trajectory=name,
         attempt=1,
         version=worker.version,

@@ -34,7 +34,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import Assign, Drain, GroupSpec, Round, Schedule, ScheduledSample
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_progress
 from dora_pipe.schemas.wire import encode
 
@@ -45,7 +45,7 @@ Report = Callable[[str, float, float | None], None]
 class SampleRequest:
     spec: GroupSpec
     sample: int
-    prefix: EpisodeProgress | None = None
+    prefix: Progress | None = None
 
     @property
     def name(self) -> str:

@@ -389,30 +389,6 @@ def answer_of(trajectory: Trajectory) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Sampled tokens [start, start + len(token_ids)) of a request, counted after its prompt."""
-
-    trajectory: str
-    attempt: int
-    version: int
-    digest: str
-    worker: str
-    incarnation: int
-    start: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    sampler_logprobs: Sequence[float]
-    prefills: tuple[int, ...]
-    """Sequence lengths of KV cache prefills."""
-    previous: int
-    """Offset of the previous record in the same partition; -1 for the first."""
-    started_ns: int
-    """Unix time in ns of the request's first sampled token."""
-    routed_experts: Routes | None = None
-    """Routed experts of these tokens, and of the prompt if `start` is 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnProgress:
     """Answered call of an agent: tokens added to a context."""
 
@@ -451,8 +427,8 @@ class TurnProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeProgress:
-    """Tokens [start, start + len(token_ids)) of an episode, sampled and given, as in its
+class Progress:
+    """Tokens [start, start + len(token_ids)) of a request, sampled and given, as in its
     trajectory. The first record includes the prompt."""
 
     trajectory: str
@@ -477,6 +453,6 @@ class EpisodeProgress:
     started_ns: int
     """Unix time in ns of the request's first sampled token."""
     finish: str
-    """End of the last turn: `stop` or `length`; empty: unfinished."""
+    """End of an episode's last turn: `stop` or `length`; empty: unfinished."""
     routed_experts: Routes | None = None
     """Routed experts of these tokens."""

@@ -1,7 +1,7 @@
 """Codec of trajectories and progress records, with checks at both ends.
 
 A value is an Arrow stream of one row in a zstd frame (`arrow_frame`), with a column per field of
-`Trajectory`, `Progress`, `TurnProgress` or `EpisodeProgress`, in order. Log-probs are rounded once,
+`Trajectory`, `Progress` or `TurnProgress`, in order. Log-probs are rounded once,
 to float32; nothing else is rounded. `sampler_logprobs` is null if it equals `logprobs`; readers
 restore it. Records without `routed_experts` have no such column.
 """
@@ -26,7 +26,6 @@ from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX, Routes, check_routes, need_entries
 from dora_pipe.schemas.trajectory import (
     Arrays,
-    EpisodeProgress,
     Headers,
     Masked,
     Meta,
@@ -41,11 +40,11 @@ from dora_pipe.schemas.trajectory import (
 )
 from dora_pipe.schemas.wire import value_digest
 
-AnyProgress = Progress | TurnProgress | EpisodeProgress
+AnyProgress = Progress | TurnProgress
 """Records of the progress topic."""
 
 S = TypeVar("S", Meta, Call)
-T = TypeVar("T", Trajectory, Progress, TurnProgress, EpisodeProgress)
+T = TypeVar("T", Trajectory, Progress, TurnProgress)
 ArraysOf = Callable[[Mapping[str, pa.Array]], Arrays]
 
 META: Final = msgspec.json.Decoder(Meta)
@@ -243,7 +242,7 @@ TRAJECTORY: Final = RecordLayout(
 """Columns of the trajectories topic."""
 
 PROGRESS: Final = RecordLayout(
-    Progress, {**_SHARED, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
+    Progress, {**_SEQUENCE, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
 )
 """Columns of the progress topic for a request."""
 
@@ -263,11 +262,6 @@ TURN_PROGRESS: Final = RecordLayout(
     },
 )
 """Columns of the progress topic for an agent's call."""
-
-EPISODE_PROGRESS: Final = RecordLayout(
-    EpisodeProgress, {**_SEQUENCE, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
-)
-"""Columns of the progress topic for an episode."""
 
 LISTS: Final = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
 """Columns with an entry per token."""
@@ -369,12 +363,10 @@ def decode_any_progress(value: bytes) -> AnyProgress:
 def _check_chunk(record: AnyProgress, arrays: Arrays) -> None:
     """Raises SchemaError unless entries and tokens of a progress record match."""
     routes, tokens = record.routed_experts, len(record.token_ids)
-    if isinstance(record, EpisodeProgress):
-        check_segments(record.segments, arrays.loss_mask)
-    elif isinstance(record, TurnProgress):
+    if isinstance(record, TurnProgress):
         tokens += len(record.given_ids)
-    elif routes is not None and record.start == 0:
-        tokens = max(tokens, routes.tokens)  # the record does not have the prompt's length
+    else:
+        check_segments(record.segments, arrays.loss_mask)
     check_routes(routes, tokens)
 
 
@@ -404,38 +396,11 @@ def _arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     )
 
 
-def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
-    """Return arrays with a mask of ones: progress records have only sampled tokens."""
-    _not_negative(columns, "start", "version", "attempt")
-    return _sampled_arrays(columns)
-
-
 def _turn_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     _not_negative(columns, "version", "attempt", "turn", "context", "shared")
     if np.any(_numbers(columns, "given_ids", nulls=False) < 0):
         raise SchemaError("token id is negative", path="$.given_ids")
-    return _sampled_arrays(columns)
-
-
-def _episode_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
-    _not_negative(columns, "start", "version", "attempt")
-    _whole(columns, "prefills")
-    return _arrays(columns)
-
-
-def _not_negative(columns: Mapping[str, pa.Array], *names: str) -> None:
-    for name in names:
-        if columns[name][0].as_py() < 0:
-            raise SchemaError("negative", path=f"$.{name}")
-
-
-def _whole(columns: Mapping[str, pa.Array], name: str) -> None:
-    if columns[name][0].values.null_count:
-        raise SchemaError("null entry", path=f"$.{name}")
-
-
-def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
-    _whole(columns, "prefills")
+    _need_entries(columns, "prefills")
     token_ids = _numbers(columns, "token_ids", nulls=False)
     logprobs = _numbers(columns, "logprobs", nulls=False)
     return Arrays(
@@ -446,9 +411,25 @@ def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     )
 
 
+def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
+    _not_negative(columns, "start", "version", "attempt")
+    _need_entries(columns, "prefills")
+    return _arrays(columns)
+
+
+def _not_negative(columns: Mapping[str, pa.Array], *names: str) -> None:
+    for name in names:
+        if columns[name][0].as_py() < 0:
+            raise SchemaError("negative", path=f"$.{name}")
+
+
+def _need_entries(columns: Mapping[str, pa.Array], name: str) -> None:
+    if columns[name][0].values.null_count:
+        raise SchemaError("null entry", path=f"$.{name}")
+
+
 _PROGRESS_LAYOUTS: Final[dict[type, tuple[RecordLayout[Any], ArraysOf]]] = {
     TurnProgress: (TURN_PROGRESS, _turn_arrays),
-    EpisodeProgress: (EPISODE_PROGRESS, _episode_arrays),
     Progress: (PROGRESS, _progress_arrays),
 }
 

@@ -26,7 +26,7 @@ from dora_pipe.producers.worker.request import (
     RequestState,
 )
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.sequence import Exchange, sequence_of
+from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 
 FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "length": "length"}
@@ -52,13 +52,12 @@ class Episodes:
             self._requests.prompted(request, event, now)
 
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
-        requests = self._requests
-        sequence = requests.progress_error(request, event) or sequence_of(event.chunks)
+        prompt = request.sequence.token_ids
+        sequence = self._requests.recorded_sequence(request, event)
         if isinstance(sequence, str):
-            requests.discard_progress(request)
+            self._requests.discard_progress(request)
             return
-        prompt, request.sequence = request.sequence.token_ids, sequence
-        request.continue_from(event.chunks)
+        request.continue_from(sequence, event.chunks)
         request.turn.finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
 
@@ -85,7 +84,7 @@ class Episodes:
 
     def _replay(self, request: RequestState, prompt: Sequence[int], now: Now) -> None:
         sequence = request.sequence
-        recorded = sequence.token_ids[: sequence.prompt_tokens].tolist()
+        recorded = sequence.prompt.tolist()
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return

@@ -247,8 +247,10 @@ class RequestState:
     def recorded(self) -> bool:
         return self.call is None and (self.replayable or not self.episode)
 
-    def continue_from(self, chunks: Sequence[AnyProgress]) -> None:
+    def continue_from(self, sequence: TokenSequence, chunks: Sequence[AnyProgress]) -> None:
+        """Continue from a recorded sequence and its chunks."""
         assert self.chain.resume is not None
+        self.sequence = sequence
         self.weights |= {chunk.version: chunk.digest for chunk in chunks}
         self.first_token_ns = chunks[0].started_ns
         self.chain.end = self.chain.resume.tokens

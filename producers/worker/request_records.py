@@ -13,7 +13,6 @@ from dora_pipe.schemas.control import (
     parts_in_control,
 )
 from dora_pipe.schemas.trajectory import (
-    EpisodeProgress,
     Meta,
     Progress,
     Sampler,
@@ -90,32 +89,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
 
 
 def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
-    """Return the next record of a single-turn request."""
-    scheduled, sequence, start = request.place, request.sequence, request.chain.end
-    version, end = sequence.stretch(start, now=request.served.version)
-    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
-    prompt = sequence.prompt_tokens
-    prefills = (length for length in sequence.prefills if length < prompt + end)
-    assert request.first_token_ns is not None and token_ids
-    return Progress(
-        trajectory=scheduled.trajectory,
-        attempt=scheduled.attempt,
-        version=version,
-        digest=request.weights[version],
-        worker=setup.worker,
-        incarnation=setup.incarnation,
-        start=start,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs,
-        prefills=tuple(prefills),
-        previous=request.chain.resume.offset if request.chain.resume else -1,
-        started_ns=request.first_token_ns,
-        routed_experts=sequence.routes.between(prompt + start if start else 0, prompt + end),
-    )
-
-
-def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
+    """Return the next record of a request."""
     scheduled, sequence, version = request.place, request.sequence, request.served.version
     start, segments = sequence.part(
         request.chain.end, worker=setup.worker, incarnation=setup.incarnation, version=version
@@ -123,7 +97,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
     end, version = start + segments[-1].end, segments[-1].version
     finish = request.turn.finish if end == len(sequence) else None
     assert request.first_token_ns is not None
-    return EpisodeProgress(
+    return Progress(
         trajectory=scheduled.trajectory,
         attempt=scheduled.attempt,
         version=version,
@@ -148,7 +122,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
     session, mine, sequence = request.session, call.call, call.sequence
     assert session is not None and mine is not None and call.started_ns is not None
     prompt, end = sequence.prompt_tokens, len(sequence)
-    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(0, end - prompt)
+    token_ids, logprobs, sampler_logprobs = sequence.sampled_lists()
     call_place = session.tree.place(sequence.token_ids[:prompt])
     return TurnProgress(
         trajectory=request.place.trajectory,

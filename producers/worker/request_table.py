@@ -31,7 +31,7 @@ from dora_pipe.producers.worker.request import (
     key_of,
     state_of,
 )
-from dora_pipe.producers.worker.request_records import episode_progress_of, progress_of
+from dora_pipe.producers.worker.request_records import progress_of
 from dora_pipe.producers.worker.status import OffEngine
 from dora_pipe.schemas.control import (
     Control,
@@ -261,13 +261,8 @@ class RequestTable:
         unwritten = request.sequence.sampled_tokens - request.chain.end
         if request.chain.open or unwritten < tokens_min or not request.recorded:
             return False
-        progress: AnyProgress
-        if request.episode:
-            progress = episode_progress_of(request, self.setup)
-            request.chain.end += sum(progress.loss_mask)
-        else:
-            progress = progress_of(request, self.setup)
-            request.chain.end += len(progress.token_ids)
+        progress = progress_of(request, self.setup)
+        request.chain.end += sum(progress.loss_mask)
         request.chain.open = True
         self.append_progress(request, progress, request)
         return True

@@ -74,11 +74,11 @@ from dora_pipe.producers.worker.request import (
 )
 from dora_pipe.producers.worker.request_records import logged_of, released_of, trajectory_of
 from dora_pipe.producers.worker.request_table import RequestTable
-from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, prompt_error
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, sequence_of
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.rounds import ScheduledRequest
-from dora_pipe.schemas.trajectory import Headers, Progress, Trajectory
+from dora_pipe.schemas.trajectory import Headers, Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
 
 EMIT_EVERY_TOKENS: Final = 32
@@ -140,19 +140,22 @@ class Requests(RequestTable):
         self.give_up(request, now, event.error, message, retryable=False)
 
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
-        chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
-        if self.progress_error(request, event) or not chunks:  # progress of an episode
+        prompt = request.sequence.token_ids
+        sequence = self.recorded_sequence(request, event)
+        if isinstance(sequence, str) or sequence.prompt != prompt:
             self.discard_progress(request)
             return
-        request.sequence.resume(chunks)
-        request.continue_from(chunks)
+        request.continue_from(sequence, event.chunks)
         finish = request.finish_of(self.setup.context_tokens)
         if finish is None:
             self.fetch_kv(request)
         else:
             self.complete(request, finish, now)
 
-    def progress_error(self, request: RequestState, event: ProgressFetched) -> str | None:
+    def recorded_sequence(
+        self, request: RequestState, event: ProgressFetched
+    ) -> TokenSequence | str:
+        """Return the sequence of a request's progress records, or why they are unusable."""
         assert request.chain.resume is not None
         spec = request.place.spec
         why = event.why or chain_error(
@@ -163,7 +166,7 @@ class Requests(RequestTable):
             tokens=request.chain.resume.tokens,
             newest=self.served.version if request.pin == ANY_VERSION else None,
         )
-        return why or prompt_error(event.chunks, len(request.sequence))
+        return why or sequence_of(event.chunks)
 
     def discard_progress(self, request: RequestState) -> None:
         self.counts["progress unusable"] += 1

@@ -15,7 +15,6 @@ import numpy as np
 
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 from dora_pipe.schemas.trajectory import (
-    EpisodeProgress,
     Progress,
     Segment,
     SegmentKind,
@@ -79,32 +78,9 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def resume(self, chunks: Sequence[Progress]) -> None:
-        """Append the tokens of a full chain, oldest first. Its segments have no duration."""
-        assert self.sampled_tokens == 0 and chunks[0].start == 0
-        for chunk in chunks:
-            start = len(self.token_ids)
-            self.sampled(
-                chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs, chunk.routed_experts
-            )
-            last = self.segments[-1]
-            made_by = (chunk.worker, chunk.incarnation, chunk.version)
-            if last.kind == "model" and (last.worker, last.incarnation, last.version) == made_by:
-                start = self.segments.pop().start
-            self._segment(
-                "model",
-                start,
-                chunk.started_ns,
-                chunk.started_ns,
-                worker=chunk.worker,
-                incarnation=chunk.incarnation,
-                version=chunk.version,
-            )
-        self.prefills = list(chunks[-1].prefills)
-
     @classmethod
-    def restored(cls, parts: Sequence[EpisodeProgress]) -> TokenSequence:
-        """Build the sequence of an episode from a full chain, oldest first."""
+    def restored(cls, parts: Sequence[Progress]) -> TokenSequence:
+        """Build a sequence from a full chain, oldest first."""
         sequence = cls((), at_ns=0)
         sequence.segments.clear()
         for part in parts:
@@ -114,7 +90,7 @@ class TokenSequence:
         sequence._turn = sequence.segments[-1].turn
         return sequence
 
-    def _append(self, part: EpisodeProgress) -> None:
+    def _append(self, part: Progress) -> None:
         start, first = len(self.token_ids), part.segments[0]
         self.token_ids.extend(part.token_ids)
         self.logprobs.frombytes(np.asarray(part.logprobs, np.float32).tobytes())  # None: NaN
@@ -175,6 +151,10 @@ class TokenSequence:
                     return segment.start + remaining
                 remaining -= segment.end - segment.start
         return self._stay_start + remaining
+
+    @property
+    def prompt(self) -> array[int]:
+        return self.token_ids[: self.prompt_tokens]
 
     @property
     def in_stay(self) -> bool:
@@ -298,19 +278,9 @@ class TokenSequence:
             dict.fromkeys(segment.version for segment in self.segments if segment.kind == "model")
         )
 
-    def stretch(self, start: int, *, now: int) -> tuple[int, int]:
-        """Return (version, end): the sampler of [start, end) after the prompt; single-turn only."""
-        position, version, end = self.prompt_tokens + start, now, len(self.token_ids)
-        for segment in reversed(self.segments):
-            if segment.kind != "model" or segment.end <= position:
-                break
-            if segment.version != version:
-                version, end = segment.version, segment.end
-        return version, end - self.prompt_tokens
-
-    def sampled_from(self, start: int, end: int) -> tuple[list[int], list[float], list[float]]:
-        """Return sampled tokens [start, end), counted after the prompt; single-turn only."""
-        span = slice(self.prompt_tokens + start, self.prompt_tokens + end)
+    def sampled_lists(self) -> tuple[list[int], list[float], list[float]]:
+        """Return the tokens after the prompt, of one turn, with their log-probs."""
+        span = slice(self.prompt_tokens, None)
         logprobs, sampler_logprobs = self.logprobs[span], self.sampler_logprobs[span]
         return self.token_ids[span].tolist(), logprobs.tolist(), sampler_logprobs.tolist()
 
@@ -384,8 +354,7 @@ def chain_error(
 ) -> str | None:
     """Return why these chunks, oldest first, are not the first `tokens` tokens of the request.
 
-    Runs that mix versions allow later ones up to `newest`, ascending. Positions count from the
-    start of the sequence in episodes, else from the end of the prompt.
+    Runs that mix versions allow later ones up to `newest`, ascending.
     """
     if not chunks:
         return "no progress record found"
@@ -393,8 +362,6 @@ def chain_error(
     for chunk in chunks:
         if isinstance(chunk, TurnProgress):
             return "the chain contains a call of an agent"
-        if type(chunk) is not type(chunks[0]):
-            return "the chain mixes records with and without an episode"
         if chunk.trajectory != trajectory:
             return f"a progress record of {chunk.trajectory} is in the chain of {trajectory}"
         later = newest is not None and version < chunk.version <= newest
@@ -406,9 +373,7 @@ def chain_error(
         if not _alike(chunks[0].routed_experts, chunk.routed_experts):
             return "the progress records are of models with other experts"
         position += len(chunk.token_ids)
-        sampled += (
-            sum(chunk.loss_mask) if isinstance(chunk, EpisodeProgress) else position - chunk.start
-        )
+        sampled += sum(chunk.loss_mask)
     if sampled != tokens:
         return f"the progress records reach {sampled} tokens, not {tokens}"
     return None
@@ -418,18 +383,9 @@ def _alike(first: Routes | None, other: Routes | None) -> bool:
     return other is None if first is None else other is not None and first.alike(other)
 
 
-def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | None:
-    """Return why the routed experts belong to another prompt."""
-    first = chunks[0]
-    routes = first.routed_experts if isinstance(first, Progress) else None
-    if routes is None or routes.tokens == prompt_tokens + len(first.token_ids):
-        return None
-    return f"a progress record has experts of {routes.tokens} tokens"
-
-
 def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:
     """Return the sequence of a valid chain, or why its segments are invalid."""
-    parts = [chunk for chunk in chunks if isinstance(chunk, EpisodeProgress)]
+    parts = [chunk for chunk in chunks if isinstance(chunk, Progress)]
     kinds = [segment.kind for part in parts for segment in part.segments]
     if kinds[:1] != ["prompt"] or "prompt" in kinds[1:] or "model" not in kinds:
         return "the progress records do not begin with one prompt"

@@ -11,7 +11,6 @@ from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.trajectory import (
     Headers,
     Meta,
-    Progress,
     Sampler,
     Segment,
     Times,
@@ -163,22 +162,6 @@ MIXED_TRAJECTORY = replace(
     ),
 )
 """Of a run with partial rollout: three versions, the last on another worker."""
-
-PROGRESS = Progress(
-    trajectory=f"{GROUP}-002",
-    attempt=1,
-    version=3,
-    digest=DIGEST,
-    worker="w1",
-    incarnation=9,
-    start=64,
-    token_ids=[7, 8, 9],
-    logprobs=[f32(-0.1), -0.5, -2.0],
-    sampler_logprobs=[f32(-0.2), -0.25, -1.0],
-    prefills=(12, 76),
-    previous=15,
-    started_ns=AT_NS,
-)
 
 HEADERS = Headers(
     run="demo",

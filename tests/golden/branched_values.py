@@ -8,13 +8,14 @@ import msgspec
 
 from dora_pipe.schemas.contexts import Call, Context
 from dora_pipe.schemas.trajectory import (
-    EpisodeProgress,
+    Progress,
     Segment,
     SegmentKind,
     Trajectory,
     TurnProgress,
 )
-from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
+from tests.golden.arrow_values import PLAIN_TRAJECTORY, f32
+from tests.golden.values import AT_NS, DIGEST, GROUP
 
 PIECES: list[tuple[SegmentKind, int]] = [
     ("prompt", 3),
@@ -84,10 +85,10 @@ STOPPED_TRAJECTORY = branched(
 )
 
 TURN_PROGRESS = TurnProgress(
-    trajectory=PROGRESS.trajectory,
+    trajectory=f"{GROUP}-002",
     attempt=2,
     version=3,
-    digest=PROGRESS.digest,
+    digest=DIGEST,
     worker="w1",
     incarnation=9,
     turn=4,
@@ -95,21 +96,21 @@ TURN_PROGRESS = TurnProgress(
     parent=0,
     shared=3,
     given_ids=[5, 6],
-    token_ids=PROGRESS.token_ids,
-    logprobs=PROGRESS.logprobs,
-    sampler_logprobs=PROGRESS.sampler_logprobs,
+    token_ids=[7, 8, 9],
+    logprobs=[f32(-0.1), -0.5, -2.0],
+    sampler_logprobs=[f32(-0.2), -0.25, -1.0],
     prefills=(5,),
     previous=15,
-    started_ns=PROGRESS.started_ns,
-    ended_ns=PROGRESS.started_ns + 1,
+    started_ns=AT_NS,
+    ended_ns=AT_NS + 1,
     call=msgspec.structs.replace(CALL, start=5, end=8),
 )
 
-EPISODE_PROGRESS = EpisodeProgress(
-    trajectory=PROGRESS.trajectory,
+PROGRESS = Progress(
+    trajectory=f"{GROUP}-002",
     attempt=2,
     version=3,
-    digest=PROGRESS.digest,
+    digest=DIGEST,
     worker="w1",
     incarnation=9,
     start=40,
@@ -135,6 +136,6 @@ EPISODE_PROGRESS = EpisodeProgress(
     ],
     prefills=(3, 42),
     previous=15,
-    started_ns=PROGRESS.started_ns,
+    started_ns=AT_NS,
     finish="stop",
 )

@@ -17,7 +17,7 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
 from tests.golden import arrow_values, later_values, values
 from tests.golden.branched_values import (
     BRANCHED_TRAJECTORY,
-    EPISODE_PROGRESS,
+    PROGRESS,
     STOPPED_TRAJECTORY,
     TURN_PROGRESS,
 )
@@ -120,9 +120,8 @@ def files() -> dict[str, bytes]:
         "decisions/round-impatient.json": encode(later_values.ROUND_IMPATIENT),
         **trajectory_files(),
         "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
-        "progress/progress.arrow.zst": encode_any_progress(arrow_values.PROGRESS),
+        "progress/progress.arrow.zst": encode_any_progress(PROGRESS),
         "progress/turn.arrow.zst": encode_any_progress(TURN_PROGRESS),
-        "progress/episode.arrow.zst": encode_any_progress(EPISODE_PROGRESS),
         "dead-letters/value.bin": letter,
         "dead-letters/headers.txt": pairs_to_bytes(letter_headers),
     }

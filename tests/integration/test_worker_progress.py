@@ -24,7 +24,7 @@ def test_progress_is_written_every_so_many_tokens_as_a_chain_and_reported() -> N
     world.ticks(worker, 2)
     records = world.records(TOPICS.progress)
     chunks = [cast("Progress", decode_any_progress(record.value)) for record in records]
-    assert [chunk.start for chunk in chunks] == [0, 16, 32]
+    assert [chunk.start for chunk in chunks] == [0, 3 + 16, 3 + 32]
     assert [chunk.previous for chunk in chunks] == [-1, records[0].offset, records[1].offset]
     assert {record.partition for record in records} == {spec_of(1).partition}
     resume = Resume(tokens=48, partition=1, offset=records[2].offset)
@@ -92,7 +92,7 @@ def test_stop_asked_writes_a_last_progress_record_and_leaves() -> None:
     assert list(event.progress) == ["g0000000000-000"]
     chunk = decode_any_progress(world.records(TOPICS.progress)[-1].value)
     assert isinstance(chunk, Progress)
-    assert chunk.start + len(chunk.token_ids) == resume.tokens
+    assert chunk.start + len(chunk.token_ids) == 3 + resume.tokens
     assert worker.engine.active == 0
 
 

@@ -14,7 +14,7 @@ from dora_pipe.consumers.learners.learner import Settings, TrainBatch, TrainGrou
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.routes import Routes
-from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import Meta, Progress, Segment, Times, Trajectory
 
 SETTINGS: Settings = {
     "trainer.learning_rate": 1e-3,
@@ -91,6 +91,36 @@ def _segments(start: int, end: int, **of: Any) -> list[Segment]:
         Segment(kind="prompt", start=0, end=start, turn=0, start_ns=1, end_ns=1),
         Segment(kind="model", start=start, end=end, turn=0, start_ns=1, end_ns=2, **of),
     ]
+
+
+def progress_chunk(
+    start: int, sampled: Sequence[int], prompt: Sequence[int] = (), **changes: Any
+) -> Progress:
+    """Return a progress record of one stay, of worker w0 unless `changes` say otherwise."""
+    made_by: dict[str, Any] = {"worker": "w0", "incarnation": 4, "version": 2}
+    made_by |= {name: changes.pop(name) for name in list(changes) if name in made_by}
+    given, end = len(prompt), len(prompt) + len(sampled)
+    times: dict[str, Any] = {"turn": 0, "start_ns": 11, "end_ns": 11}
+    segments = [Segment(kind="model", start=given, end=end, **times, **made_by)]
+    if prompt:
+        segments.insert(0, Segment(kind="prompt", start=0, end=given, **times))
+    chunk = Progress(
+        trajectory="g0000000000-000",
+        attempt=1,
+        digest="0" * 64,
+        start=start,
+        token_ids=[*prompt, *sampled],
+        logprobs=[*[None] * given, *[-0.5] * len(sampled)],
+        sampler_logprobs=[*[None] * given, *[-0.25] * len(sampled)],
+        loss_mask=[*[0] * given, *[1] * len(sampled)],
+        segments=segments,
+        prefills=(3,),
+        previous=7 if start else -1,
+        started_ns=11,
+        finish="",
+        **made_by,
+    )
+    return replace(chunk, **changes)
 
 
 def make_batch(

@@ -45,7 +45,7 @@ def _lines() -> Iterator[str]:
     for kind in (trajectory.Headers, trajectory.Segment, routes.Routes, trajectory.Meta):
         yield from _record(f"### {kind.__name__}", kind)
     yield from ("## progress", "")
-    for layout in (codec.PROGRESS, codec.TURN_PROGRESS, codec.EPISODE_PROGRESS):
+    for layout in (codec.PROGRESS, codec.TURN_PROGRESS):
         yield from _columns(layout)
     yield from _record("## dead-letters", vars(dead_letter)["_Letter"])
     rows = [(column.name, _arrow(column.type), "") for column in contributions.WITH_TEACHER]

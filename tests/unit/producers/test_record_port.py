@@ -19,28 +19,11 @@ from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import encode_any_progress
+from tests.support.batches import progress_chunk
 from tests.support.worker import VirtualClock
 
 PROGRESS = "r.progress"
 LIMIT_S = 60.0
-
-
-def _chunk(start: int, previous: int) -> Progress:
-    return Progress(
-        trajectory="g0000000000-000",
-        attempt=1,
-        version=0,
-        digest="0" * 64,
-        worker="w0",
-        incarnation=1,
-        start=start,
-        token_ids=[start],
-        logprobs=[-0.5],
-        sampler_logprobs=[-0.5],
-        prefills=(3,),
-        previous=previous,
-        started_ns=1,
-    )
 
 
 def _log(*values: bytes) -> tuple[MemoryBus, list[int]]:
@@ -66,7 +49,9 @@ def _chain(length: int) -> tuple[MemoryBus, list[int]]:
     bus, offsets = _log()
     writer = bus.writer()
     for start in range(length):
-        value = encode_any_progress(_chunk(start, offsets[-1] if offsets else -1))
+        value = encode_any_progress(
+            progress_chunk(start, [start], previous=offsets[-1] if offsets else -1)
+        )
         offsets += writer.append([Append(topic=PROGRESS, value=value, partition=1)])
     return bus, offsets
 

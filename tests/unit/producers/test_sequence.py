@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, sequence_of
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
-from tests.support.batches import make_trajectory
+from tests.support.batches import make_trajectory, progress_chunk
 
 Turn = tuple[int, int | None]
 """Sampled tokens of a stay, and observation tokens after it (None: the turn continues on another
 worker)."""
 
 
-def _chunk(start: int, count: int, *, worker: str = "w0", incarnation: int = 4) -> Progress:
-    return Progress(
-        trajectory="g0000000000-000",
-        attempt=1,
-        version=2,
-        digest="0" * 64,
-        worker=worker,
-        incarnation=incarnation,
-        start=start,
-        token_ids=list(range(start, start + count)),
-        logprobs=[-0.5] * count,
-        sampler_logprobs=[-0.25] * count,
-        prefills=(3,),
-        previous=-1 if start == 0 else 7,
-        started_ns=11,
-    )
+PROMPT = [1, 2]
+
+
+def _chunk(start: int, count: int, **changes: Any) -> Progress:
+    prompt = [] if start else PROMPT
+    first = start - len(PROMPT) if start else 0
+    return progress_chunk(start, range(first, first + count), prompt, **changes)
 
 
 @given(
@@ -69,8 +61,8 @@ def test_any_course_of_stays_and_observations_makes_a_record_that_passes_its_che
 
 
 def test_stays_of_one_turn_are_one_answer() -> None:
-    sequence = TokenSequence([1, 2], at_ns=0)
-    sequence.resume([_chunk(0, 2), _chunk(2, 2, worker="w1")])
+    sequence = sequence_of([_chunk(0, 2), _chunk(4, 2, worker="w1")])
+    assert isinstance(sequence, TokenSequence)
     sequence.start_stay(5)
     sequence.sampled([7], [-1.0], [-1.0])
     sequence.end_stay(6, worker="w2", incarnation=9, version=2)
@@ -105,7 +97,7 @@ def test_stay_that_begins_with_a_cache_is_a_move_and_no_prefill() -> None:
 
 
 def _chain() -> list[Progress]:
-    return [_chunk(0, 3), _chunk(3, 2)]
+    return [_chunk(0, 3), _chunk(5, 2)]
 
 
 def _error(chunks: list[Progress], tokens: int = 5) -> str | None:
@@ -118,16 +110,16 @@ def _error(chunks: list[Progress], tokens: int = 5) -> str | None:
     ("chunks", "tokens", "why"),
     [
         ([], 5, "no progress record"),
-        (_chain()[1:], 5, "starts at token 3, not 0"),
+        (_chain()[1:], 5, "starts at token 5, not 0"),
         (_chain(), 6, "reach 5 tokens, not 6"),
-        ([_chunk(0, 3), replace(_chunk(3, 2), version=3)], 5, "version 3, not 2"),
-        ([_chunk(0, 3), replace(_chunk(3, 2), digest="1" * 64)], 5, "made by version 2"),
+        ([_chunk(0, 3), _chunk(5, 2, version=3)], 5, "version 3, not 2"),
+        ([_chunk(0, 3), _chunk(5, 2, digest="1" * 64)], 5, "made by version 2"),
         (
-            [replace(_chunk(0, 5), trajectory="g0000000000-001")],
+            [_chunk(0, 5, trajectory="g0000000000-001")],
             5,
             "g0000000000-001 is in the chain",
         ),
-        ([_chunk(0, 3), _chunk(4, 1)], 5, "starts at token 4, not 3"),
+        ([_chunk(0, 3), _chunk(6, 1)], 5, "starts at token 6, not 5"),
     ],
 )
 def test_chain_with_a_fault_is_named(chunks: list[Progress], tokens: int, why: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, sequence_of
 from dora_pipe.schemas.control import RequestFailed
 from dora_pipe.schemas.trajectory import Progress, Segment
+from tests.support.batches import progress_chunk
 from tests.support.worker import Worker, World, digest_of
 
 # Sequences
@@ -41,45 +42,38 @@ def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None
 
 def test_progress_never_spans_two_versions() -> None:
     sequence = stays(3, 2, 4)
-    result, start = [], 0
-    while start < sequence.sampled_tokens:
-        version, end = sequence.stretch(start, now=5)
-        result.append((version, start, end))
-        start = end
-    assert result == [(3, 0, 3), (4, 3, 5), (5, 5, 9)]
-    assert sequence.stretch(4, now=5) == (4, 5)
-    assert sequence.sampled_from(3, 5) == ([1, 1], [-1.0, -1.0], [-0.5, -0.5])
+    parts = [sequence.part(sampled, worker="w", incarnation=7, version=5) for sampled in (0, 3, 5)]
+    ends = [(start, segments[-1].version, segments[-1].end) for start, segments in parts]
+    assert ends == [(0, 3, 5), (5, 4, 2), (7, 5, 4)]
 
 
 def chunk(start: int, length: int, version: int, worker: str = "w") -> Progress:
-    return Progress(
-        trajectory="t",
-        attempt=1,
+    return progress_chunk(
+        start + 2 if start else 0,
+        [9] * length,
+        [] if start else [1, 2],
         version=version,
         digest=digest_of(version),
         worker=worker,
-        incarnation=7,
-        start=start,
-        token_ids=[9] * length,
-        logprobs=[-1.0] * length,
-        sampler_logprobs=[-1.0] * length,
-        prefills=(2,),
-        previous=-1,
-        started_ns=5,
     )
 
 
 def test_chain_over_versions_is_taken_over_segment_by_segment() -> None:
-    sequence = TokenSequence([1, 2], at_ns=0)
     chunks = [chunk(0, 3, 3), chunk(3, 2, 3), chunk(5, 2, 4), chunk(7, 1, 4, "x")]
-    sequence.resume(chunks)
+    sequence = sequence_of(chunks)
+    assert isinstance(sequence, TokenSequence)
     assert model(sequence) == [(2, 7, 3), (7, 9, 4), (9, 10, 4)]
 
 
 def why(chunks: list[Progress], newest: int | None) -> str | None:
-    tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    tokens = sum(sum(chunk.loss_mask) for chunk in chunks)
     return chain_error(
-        chunks, trajectory="t", version=3, digest=digest_of(3), tokens=tokens, newest=newest
+        chunks,
+        trajectory="g0000000000-000",
+        version=3,
+        digest=digest_of(3),
+        tokens=tokens,
+        newest=newest,
     )
 
 

@@ -18,7 +18,6 @@ from dora_pipe.schemas.contexts import Call, Context, lengths
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.trajectory import (
-    EpisodeProgress,
     Meta,
     Progress,
     Sampler,
@@ -195,29 +194,8 @@ def metas(draw: st.DrawFn, size: int, why: str | None) -> Meta:
 
 @st.composite
 def progress(draw: st.DrawFn) -> Progress:
-    size = draw(st.integers(0, 8))
-    own = draw(logprobs(size))
-    return Progress(
-        trajectory=trajectory_id(group_id("train", draw(st.integers(0, 10**10 - 1))), 1),
-        attempt=draw(st.integers(0, 2**31 - 1)),
-        version=draw(WHOLE),
-        digest=draw(HEX),
-        worker=draw(TEXT),
-        incarnation=draw(WHOLE),
-        start=draw(st.integers(0, 2**31 - 1)),
-        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)),
-        logprobs=own,
-        sampler_logprobs=own if draw(st.booleans()) else draw(logprobs(size)),
-        prefills=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3))),
-        previous=draw(st.integers(-1, 2**62)),
-        started_ns=draw(WHOLE),
-    )
-
-
-@st.composite
-def episode_progress(draw: st.DrawFn) -> EpisodeProgress:
     given = draw(trajectories())
-    return EpisodeProgress(
+    return Progress(
         trajectory=given.trajectory,
         attempt=draw(st.integers(0, 2**31 - 1)),
         version=given.version,

@@ -18,7 +18,7 @@ from dora_pipe.schemas.arrow_frame import (
     FRAME_BYTES_MAX,
     METADATA_BYTES_MAX,
 )
-from dora_pipe.schemas.trajectory_codec import EPISODE_PROGRESS, PROGRESS, TRAJECTORY, TURN_PROGRESS
+from dora_pipe.schemas.trajectory_codec import PROGRESS, TRAJECTORY, TURN_PROGRESS
 from tests.support.arrow_bombs import BOMBS, RAW
 
 SPARE_BYTES = 16 * 1024 * 1024
@@ -66,7 +66,7 @@ def test_bombs_are_small_until_they_are_read(taken: dict[str, Taken]) -> None:
 
 
 def test_metadata_of_every_record_are_below_their_bound() -> None:
-    for entry in (TRAJECTORY, PROGRESS, TURN_PROGRESS, EPISODE_PROGRESS):
+    for entry in (TRAJECTORY, PROGRESS, TURN_PROGRESS):
         for layout in (entry, entry.routed):
             row = pa.RecordBatch.from_arrays(
                 [pa.nulls(1, field.type) for field in layout.schema], schema=layout.schema

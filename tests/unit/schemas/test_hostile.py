@@ -31,7 +31,7 @@ from dora_pipe.schemas.trajectory_codec import (
 )
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, Unknown, encode
 from tests.golden import arrow_values, make, values
-from tests.golden.branched_values import EPISODE_PROGRESS, TURN_PROGRESS
+from tests.golden.branched_values import PROGRESS, TURN_PROGRESS
 
 Decode = Callable[[bytes], Any]
 
@@ -43,9 +43,8 @@ JSON: list[tuple[Decode, bytes]] = [
 ARROW: list[tuple[Decode, bytes]] = [
     (decode_trajectory, encode_trajectory(arrow_values.TRAJECTORY)[0]),
     (decode_trajectory, encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0]),
-    (decode_any_progress, encode_any_progress(arrow_values.PROGRESS)),
+    (decode_any_progress, encode_any_progress(PROGRESS)),
     (decode_any_progress, encode_any_progress(TURN_PROGRESS)),
-    (decode_any_progress, encode_any_progress(EPISODE_PROGRESS)),
 ]
 DECODERS = (
     decode_control,

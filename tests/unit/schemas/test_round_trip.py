@@ -20,7 +20,7 @@ from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode
 from dora_pipe.schemas.headers import header_pairs, matches, parse_headers
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.rounds import Round, decode_round
-from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Trajectory, TurnProgress
+from dora_pipe.schemas.trajectory import Progress, Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import (
     decode_any_progress,
     decode_trajectory,
@@ -97,15 +97,6 @@ def test_progress_of_a_call_comes_back_and_is_told_from_the_other(given_: TurnPr
         sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
     )
     assert decode_any_progress(value) == back
-
-
-@given(strategies.episode_progress())
-def test_progress_of_an_episode_comes_back_and_is_told_from_others(given_: EpisodeProgress) -> None:
-    assert decode_any_progress(encode_any_progress(given_)) == replace(
-        given_,
-        logprobs=strategies.rounded(given_.logprobs),
-        sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
-    )
 
 
 @given(strategies.progress())

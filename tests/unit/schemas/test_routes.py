@@ -22,7 +22,7 @@ from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX
-from dora_pipe.producers.worker.sequence import TokenSequence, prompt_error
+from dora_pipe.producers.worker.sequence import TokenSequence, sequence_of
 from dora_pipe.producers.worker.session import ContextTree, placed
 from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, FRAME_BYTES_MAX
 from dora_pipe.schemas.context_tokens import choices_of, contexts_of
@@ -34,7 +34,6 @@ from dora_pipe.schemas.routes import (
     need_room,
     none_of,
 )
-from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
     decode_any_progress,
@@ -43,7 +42,7 @@ from dora_pipe.schemas.trajectory_codec import (
     encode_trajectory,
     view_trajectory,
 )
-from tests.support.batches import make_trajectory
+from tests.support.batches import make_trajectory, progress_chunk
 from tests.support.models import make_qwen3_moe
 from tests.unit.producers.test_context_tree import turn_of
 
@@ -153,31 +152,16 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
     prompt, sampled = [5, 6, 7], [1, 2, 3, 4]
     full_entries = entries([*prompt, *sampled])
     chunks = []
-    for start, end in ((0, 3), (3, 4)):
-        first = len(prompt) + start if start else 0
-        progress = Progress(
-            trajectory=NAME,
-            attempt=1,
-            version=0,
-            digest="0" * 64,
-            worker="w0",
-            incarnation=3,
-            start=start,
-            token_ids=sampled[start:end],
-            logprobs=[-1.0] * (end - start),
-            sampler_logprobs=[-1.0] * (end - start),
-            prefills=(3,),
-            previous=-1,
-            started_ns=1,
-            routed_experts=full_entries.part(first, len(prompt) + end),
+    for start, end in ((0, 6), (6, 7)):
+        progress = progress_chunk(
+            start,
+            sampled[max(0, start - 3) : end - 3],
+            [] if start else prompt,
+            routed_experts=full_entries.part(start, end),
         )
-        read = decode_any_progress(encode_any_progress(progress))
-        assert isinstance(read, Progress)
-        chunks.append(read)
-    assert prompt_error(chunks, 3) is None
-    assert prompt_error(chunks, 4) == "a progress record has experts of 6 tokens"
-    sequence = TokenSequence(prompt, at_ns=1)
-    sequence.resume(chunks)
+        chunks.append(decode_any_progress(encode_any_progress(progress)))
+    sequence = sequence_of(chunks)
+    assert isinstance(sequence, TokenSequence)
     assert sequence.routes.between(0, 7) == full_entries
     assert sequence.routes.known == 7
 

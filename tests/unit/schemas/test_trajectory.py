@@ -24,8 +24,9 @@ from dora_pipe.schemas.trajectory_codec import (
     encode_trajectory,
 )
 from tests.golden.arrow_values import MIXED_TRAJECTORY as MIXED
-from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
+from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.arrow_values import TRAJECTORY as SOUND
+from tests.golden.branched_values import PROGRESS
 
 OTHER, NO_DIGEST = Sampler(version=4, digest="ab" * 32), Sampler(version=3, digest="ab")
 TILES = list(SOUND.segments)
@@ -187,10 +188,10 @@ def test_sampled_and_valid_say_what_the_arrays_and_the_reward_say() -> None:
         ({"version": -1}, "$.version"),
         ({"attempt": -1}, "$.attempt"),
         ({"logprobs": [-0.1]}, "$.logprobs"),
-        ({"logprobs": [-0.1, None, -0.2]}, "$.logprobs"),
-        ({"logprobs": [-0.1, 0.5, -0.2]}, "$.logprobs[1]"),
-        ({"sampler_logprobs": [-0.1, -math.inf, -0.2]}, "$.sampler_logprobs[1]"),
-        ({"token_ids": [1, 2, -3]}, "$.token_ids[2]"),
+        ({"logprobs": [None, None, -0.1, None, -0.2]}, "$.logprobs[3]"),
+        ({"logprobs": [None, None, -0.1, 0.5, -0.2]}, "$.logprobs[3]"),
+        ({"sampler_logprobs": [None, None, -0.1, -math.inf, -0.2]}, "$.sampler_logprobs[3]"),
+        ({"token_ids": [1, 2, -3, 4, 5]}, "$.token_ids[2]"),
         ({"prefills": (None,)}, "$.prefills"),
         ({"digest": "xy"}, "$.digest"),
     ],

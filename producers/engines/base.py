@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.producers.engines.engine import (
     ROUTES,
@@ -25,12 +25,6 @@ from dora_pipe.producers.engines.requests import Decode, RunningRequest, check_r
 from dora_pipe.schemas.rounds import NO_VERSION
 from dora_pipe.store.adapters import base_of
 from dora_pipe.store.model_dir import CONFIG, positions_of, read_config
-
-
-def check_sizes(slots: int, context_tokens: int, threads: int) -> None:
-    """Raise ConfigError for sizes below 1."""
-    if min(slots, context_tokens, threads) < 1:
-        raise ConfigError("an engine needs at least one slot, one token and one thread")
 
 
 def need_positions(model_dir: Path, context_tokens: int) -> None:

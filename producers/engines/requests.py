@@ -11,13 +11,11 @@ from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from dora_pipe.config.model import TEMPERATURE_MAX, TEMPERATURE_MIN
 from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     Kv,
     RequestFinished,
-    SamplingParams,
     StopReason,
     TokensSampled,
 )
@@ -42,7 +40,7 @@ class Running(Container[str], Sized, Protocol):
 def check_request(
     request: EngineRequest, *, running: Running, slots: int, context_tokens: int
 ) -> None:
-    """Raise ValueError for a request that cannot be added."""
+    """Raise ValueError for a request that cannot be added; the config checks its parameters."""
     name, tokens = request.request, len(request.token_ids)
     if name in running:
         raise ValueError(f"{name}: is already running")
@@ -58,7 +56,6 @@ def check_request(
         raise ValueError(f"{name}: already has {request.params.max_tokens} tokens")
     if request.emit_every < 0:
         raise ValueError(f"{name}: emit_every {request.emit_every} is negative")
-    _check_params(name, request.params)
 
 
 def kv_mismatch(
@@ -94,23 +91,6 @@ def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:
         raise ValueError(f"{request.request}: stop strings need an engine that can decode")
     sampled = request.token_ids[len(request.token_ids) - request.sampled :]
     return StopText(decode, request.params.stop, sampled)
-
-
-def _check_params(name: str, params: SamplingParams) -> None:
-    hot = params.temperature
-    if hot and not TEMPERATURE_MIN <= hot <= TEMPERATURE_MAX:
-        limits = f"0, or {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}"
-        raise ValueError(f"{name}: temperature {hot} is not {limits}")
-    if not TEMPERATURE_MIN <= params.logprob_temperature <= TEMPERATURE_MAX:
-        raise ValueError(f"{name}: log-probs at temperature {params.logprob_temperature}")
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"{name}: top_p {params.top_p} is not in (0, 1]")
-    if params.top_k < 0:
-        raise ValueError(f"{name}: top_k {params.top_k} is negative")
-    if not 0 <= params.min_p <= 1:
-        raise ValueError(f"{name}: min_p {params.min_p} is not in [0, 1]")
-    if "" in params.stop:
-        raise ValueError(f"{name}: an empty stop string would end every request immediately")
 
 
 class StopText:

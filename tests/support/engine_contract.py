@@ -258,15 +258,7 @@ def check_refusals(subject: Subject) -> None:
         request("b", [5] * 64),
         request("b", [5, 6], sampled=3),
         request("b", [5, 6], sampled=2, max_tokens=2),
-        request("b", [5], top_p=0.0),
-        request("b", [5], temperature=-1.0),
-        request("b", [5], temperature=1e-7),
-        request("b", [5], temperature=1e30),
-        request("b", [5], logprob_temperature=0.0),
-        request("b", [5], top_k=-1),
-        request("b", [5], min_p=1.5),
         request("b", [5], stop=("x",)),
-        request("b", [5], stop=("",)),
     ]
     for req in bad:
         with pytest.raises(ValueError, match=req.request):

@@ -16,7 +16,7 @@ import torch
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.engines.base import EngineBase, check_sizes
+from dora_pipe.producers.engines.base import EngineBase
 from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
@@ -153,7 +153,6 @@ class TorchEngine(EngineBase[SlotRequest]):
         enables routed experts. Sets torch's thread count. Raises PolicyError for an unsupported
         model, ConfigError, ResourceError.
         """
-        check_sizes(slots, context_tokens, threads)
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
         if routes:

@@ -31,7 +31,7 @@ from typing import Any, Final
 from dora_pipe.config.workers import Vllm
 from dora_pipe.core.errors import InvariantBroken, ResourceError
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.producers.engines.base import EngineBase, check_sizes
+from dora_pipe.producers.engines.base import EngineBase
 from dora_pipe.producers.engines.engine import (
     COUNTER_SAMPLING,
     KV_EXPORT,
@@ -198,7 +198,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         `max_resident_versions` bound the adapters on one base. Raises ConfigError for sizes that do
         not fit, PolicyError for an unsupported model, ResourceError if the server does not start.
         """
-        check_sizes(slots, context_tokens, threads)
         ids = unassigned_ids(model_dir)
         sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
         adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}

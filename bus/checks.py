@@ -85,7 +85,8 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
             spec = exists[key] = check_exists(TopicPartition(*key), topics)
         names, values = _joined_headers(record)
         if not (names.isascii() and values.isascii()):
-            name = next(name for name, value in record.headers if not _is_ascii(name, value))
+            pairs = record.headers
+            name = next(n for n, value in pairs if not (n.isascii() and value.isascii()))
             raise BusError(f"header {name!a} of a record for {record.topic} is not ASCII")
         size_bytes = len(record.key) + len(record.value) + len(names) + len(values)
         if size_bytes > spec.max_record_bytes:
@@ -194,10 +195,6 @@ def _joined_headers(record: Append | Record) -> tuple[str, bytes]:
         return "", b""
     names, values = zip(*record.headers, strict=True)
     return "".join(names), b"".join(values)
-
-
-def _is_ascii(name: str, value: bytes) -> bool:
-    return name.isascii() and value.isascii()
 
 
 def topic_missing(topic: str) -> TopicMissing:

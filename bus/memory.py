@@ -307,7 +307,8 @@ class MemoryWriter(Writer):
         kind = None if fault is None else fault.kind
         if kind == "failed":
             raise BusError("the log cannot be reached")
-        if kind == "full" or self._over_full(records):
+        held_bytes = log.bytes_held + sum(map(record_bytes, records))
+        if kind == "full" or (log.bytes_max is not None and held_bytes > log.bytes_max):
             raise BusFull("the log has no room for these records")
         now_ms = self._bus.now_ms()
         if fault is None or kind == "delayed":
@@ -327,9 +328,3 @@ class MemoryWriter(Writer):
             raise Fenced(f"a newer writer {self._name} took over")
         if self._broken:
             raise BusError("this exclusive writer lost track of its appends; open a new one")
-
-    def _over_full(self, records: Sequence[Append]) -> bool:
-        log = self._bus.log
-        if log.bytes_max is None:
-            return False
-        return log.bytes_held + sum(map(record_bytes, records)) > log.bytes_max

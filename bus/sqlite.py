@@ -128,7 +128,8 @@ class SqliteBus(Bus):
         if not is_trimmed(tp.topic):
             return copied
         with file.reading():
-            return max(copied, _begin_of(file, base))
+            first = file.one(_FIRST, (base, base + (1 << OFFSET_BITS)))
+        return copied if first is None else max(copied, int(first) - base)
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
         """Delete in one short transaction."""
@@ -403,11 +404,6 @@ def _end_of(file: SqliteFile, base: int) -> int:
     if last is None or last - base < copied:
         return copied
     return last - base + STEP
-
-
-def _begin_of(file: SqliteFile, base: int) -> int:
-    first = file.one(_FIRST, (base, base + (1 << OFFSET_BITS)))
-    return 0 if first is None else int(first) - base
 
 
 def _trim(file: SqliteFile, base: int, before: int) -> bool:

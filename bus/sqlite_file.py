@@ -203,7 +203,8 @@ class SqliteFile:
 
 def _connect(path: Path, *, create: bool) -> sqlite3.Connection:
     how = "mode=rwc" if create else "mode=rw"
-    if path.exists() and not os.access(path, os.W_OK) and not _wal(path).exists():
+    log = path.with_name(path.name + "-wal")
+    if path.exists() and not os.access(path, os.W_OK) and not log.exists():
         how = "mode=ro&immutable=1"  # finished log on read-only media
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?{how}",
@@ -212,10 +213,6 @@ def _connect(path: Path, *, create: bool) -> sqlite3.Connection:
         isolation_level=None,  # we manage transactions
         check_same_thread=False,  # one thread at a time, but any
     )
-
-
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
 
 
 def _primary(error: sqlite3.Error) -> int:

@@ -148,13 +148,14 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
     zero = trainer.kind == "deepspeed"
     stage = trainer.zero_stage if zero else 0
     here, narrow, held = trainer.offload == "none", _is_narrow(shape, config), _held(config)
-    base_width = 2 if narrow else held
+    base_width, dealt = 2 if narrow else held, trainer.expert_parallel_size
 
     def spread(width: float, least: int) -> int:
         """Return the bytes of `width` per trained parameter, sharded from ZeRO stage `least`."""
         if stage >= least and least:
             return math.ceil(width * trained(shape, config) / trainer.ranks)
-        return int(width * _on_a_rank(shape, config))
+        elsewhere = 0 if lora else shape.experts * (dealt - 1) // dealt
+        return int(width * (trained(shape, config) - elsewhere))
 
     base = base_width * shape.parameters // (trainer.ranks if stage == 3 else 1) if lora else 0
     weights = spread(held, 3) + base
@@ -190,7 +191,8 @@ def pass_parts(shape: ModelShape, config: Config) -> Parts:
     """Return the memory of one forward and backward pass on one GPU, without state."""
     trainer, tokens = config.trainer, config.trainer.micro_batch_tokens
     width, held = WIDTHS[trainer.dtype], _held(config)
-    again, chunked = trainer.gradient_checkpointing, is_chunked(shape, config)
+    again, chunkable = trainer.gradient_checkpointing, not (shape.mixture or trainer.chunks_refused)
+    chunked = chunkable and tokens * max(shape.width, shape.hidden) > MLP_ELEMENTS
     norms = 2 * shape.hidden * (held + width + (0 if chunked else 4))
     layer = norms + width * (shape.attention + (0 if chunked else 4 * shape.width))
     block = width * min(tokens * shape.width, MLP_ELEMENTS // 2) * (8 if chunked else 4)
@@ -222,21 +224,8 @@ def trainer_bytes(shape: ModelShape, config: Config) -> int:
     return sum(state_parts(shape, config).values()) + peak
 
 
-def is_chunked(shape: ModelShape, config: Config) -> bool:
-    """Return whether passes compute dense blocks in chunks of tokens."""
-    if shape.mixture or config.trainer.chunks_refused:
-        return False
-    return config.trainer.micro_batch_tokens * max(shape.width, shape.hidden) > MLP_ELEMENTS
-
-
 def _adapter(shape: ModelShape, config: Config) -> int:
     return config.lora.rank * sum(shape.linears.get(name, 0) for name in config.lora.targets)
-
-
-def _on_a_rank(shape: ModelShape, config: Config) -> int:
-    dealt = config.trainer.expert_parallel_size
-    elsewhere = 0 if config.lora.rank else shape.experts * (dealt - 1) // dealt
-    return trained(shape, config) - elsewhere
 
 
 def _is_narrow(shape: ModelShape, config: Config) -> bool:

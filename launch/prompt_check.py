@@ -5,6 +5,7 @@ Skips environments and agents, whose prompts would start an episode.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from array import array
@@ -154,8 +155,8 @@ def look(
             continue
         prompts = PromptsSeen(source=source, rows=rows)
         order = islice(ordered(rows), rows_max)
-        is_over = partial(_is_past, time.monotonic() + seconds)
-        for row, event in answers(pool, source, order, is_over):
+        until_s = time.monotonic() + seconds
+        for row, event in answers(pool, source, order, until_s=until_s):
             read(prompts, row, event, tokenizer, chats.get(source))
         yield prompts
 
@@ -164,7 +165,9 @@ def answers(
     pool: TaskPool,
     source: str,
     rows: Iterable[int],
-    is_over: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    until_s: float = math.inf,
 ) -> Iterator[tuple[int, TaskEvent]]:
     split: Split = "train" if source.startswith("train") else "eval"
     remaining, asked = iter(rows), dict[str, int]()
@@ -173,7 +176,7 @@ def answers(
             request = f"{source} {row}"
             pool.start(PromptCall(request=request, split=split, index=row, source=source))
             asked[request] = row
-        if not asked or is_over():
+        if not asked or stop() or time.monotonic() > until_s:
             break
         for event in pool.poll(POLL_S):
             if event.request in asked:
@@ -181,10 +184,6 @@ def answers(
                 pool.start(Forget(request=event.request, source=source))
     for request in asked:
         pool.start(Forget(request=request, source=source))
-
-
-def _is_past(until_s: float) -> bool:
-    return time.monotonic() > until_s
 
 
 def read(

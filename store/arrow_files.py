@@ -167,7 +167,9 @@ class ArrowFiles:
             except OSError as error:
                 if is_no_room(error):
                     raise no_room(self.where) from error
-                refused = _is_refusal(error)
+                refused = error.errno in REFUSAL_NUMBERS or any(
+                    sign in str(error) for sign in REFUSALS
+                )
                 if refused and self._system.type_name in OBJECT_STORES:
                     raise self._refused(what, error) from error
                 if pause_s is None or refused:
@@ -214,10 +216,6 @@ def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> Arr
     if folder:
         base, where = f"{base.rstrip('/')}/{folder}", f"{where}/{folder}"
     return ArrowFiles(system, base, where=where, clock=clock)
-
-
-def _is_refusal(error: OSError) -> bool:
-    return error.errno in REFUSAL_NUMBERS or any(sign in str(error) for sign in REFUSALS)
 
 
 def _line(error: Exception) -> str:

@@ -42,17 +42,14 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
         above = None if self.bus is None or self.store_url else BLOB_ABOVE_BYTES
         return open_bus(self.url, security, blobs=self.blob_store(), blob_above_bytes=above)
 
-    @property
-    def _synced(self) -> bool:
-        as_kafka = self.bus is not None and not self.bus.blob_fsync
-        return not (as_kafka and self.url.startswith("kafka:"))
-
     def blob_store(self) -> BlobStore | None:
         """Return the blob store. Raises ConfigError."""
         if not self.blobs:
             return None
         if not self.store_url:
-            return BlobFiles(Path(self.blobs), synced=self._synced)
+            unsynced = self.bus is not None and not self.bus.blob_fsync
+            synced = not (unsynced and self.url.startswith("kafka:"))
+            return BlobFiles(Path(self.blobs), synced=synced)
         from dora_pipe.store.arrow_files import open_files
 
         return SharedBlobs(open_files(self.store_url, folder=self.run), Path(self.blobs))

@@ -307,8 +307,10 @@ class MemoryWriter(Writer):
         kind = None if fault is None else fault.kind
         if kind == "failed":
             raise BusError("the log cannot be reached")
-        held_bytes = log.bytes_held + sum(map(record_bytes, records))
-        if kind == "full" or (log.bytes_max is not None and held_bytes > log.bytes_max):
+        full = kind == "full"
+        if log.bytes_max is not None:
+            full |= log.bytes_held + sum(map(record_bytes, records)) > log.bytes_max
+        if full:
             raise BusFull("the log has no room for these records")
         now_ms = self._bus.now_ms()
         if fault is None or kind == "delayed":

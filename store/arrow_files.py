@@ -167,9 +167,8 @@ class ArrowFiles:
             except OSError as error:
                 if is_no_room(error):
                     raise no_room(self.where) from error
-                refused = error.errno in REFUSAL_NUMBERS or any(
-                    sign in str(error) for sign in REFUSALS
-                )
+                text = str(error)
+                refused = error.errno in REFUSAL_NUMBERS or any(sign in text for sign in REFUSALS)
                 if refused and self._system.type_name in OBJECT_STORES:
                     raise self._refused(what, error) from error
                 if pause_s is None or refused:

@@ -7,9 +7,9 @@ with its own faults.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from dora_pipe.bus.base import PositionReader
 from dora_pipe.bus.bus import Bus, TopicSpec, Writer
@@ -43,29 +43,17 @@ class AppendFault:
     delay_ms: int = 0
 
 
-class FaultPlan(Protocol):
-    """Faults by call number, counted from 0 per `MemoryBus`."""
-
-    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None: ...
-
-    def on_poll(self, call: int) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedFaults:
-    """Fixed fault plan."""
-
-    appends: Mapping[int, AppendFault] = field(default_factory=dict)
-    polls: Collection[int] = ()
+class FaultPlan:
+    """Faults by call number, counted from 0 per `MemoryBus`; this one has none."""
 
     def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-        return self.appends.get(call)
+        return None
 
     def on_poll(self, call: int) -> bool:
-        return call in self.polls
+        return False
 
 
-NO_FAULTS = ScriptedFaults()
+NO_FAULTS = FaultPlan()
 
 
 @dataclass(slots=True)

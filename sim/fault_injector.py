@@ -187,7 +187,7 @@ class FaultInjector(FaultModel):
         return self.chance.choice(workers) if workers else None
 
 
-class FaultyBus:
+class FaultyBus(FaultPlan):
     def __init__(self, injector: FaultInjector, role: Role) -> None:
         self._injector = injector
         self._role = role

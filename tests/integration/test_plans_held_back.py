@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.bus import TopicSpec
-from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog
 from dora_pipe.core.pure.records import Append
 from dora_pipe.launch import plan as plans
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
+from tests.support.bus_steps import ScriptedFaults
 
 HIDDEN_MS = 300
 

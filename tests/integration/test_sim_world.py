@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.memory import AppendFault, FaultPlan, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, FaultPlan
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.parts import WorkerPlan
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, FaultModel, Role
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import SECOND_NS, World
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.cluster import make_config
 
 PLANS = tuple(WorkerPlan(name=f"w{number}", slots=4, prefetch=2) for number in range(3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import ConfigError, Fenced, PolicyError, ResourceError, TaskError
 from dora_pipe.core.pure.records import TopicPartition
@@ -25,6 +25,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.rounds import Fence, StopRun
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.worker import TOPICS
 from tests.support.worker_run import Run, make_run, task_of_the_run
 

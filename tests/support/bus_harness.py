@@ -12,10 +12,11 @@ from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
 from dora_pipe.bus.kafka.client import send
-from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.core.pure.records import Append, TopicPartition
+from tests.support.bus_steps import ScriptedFaults
 
 ALL_LAND = 1 << 30
 

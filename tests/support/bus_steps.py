@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dora_pipe.bus.bus import Bus, Reader, TopicSpec, Writer
+from dora_pipe.bus.memory import AppendFault, FaultPlan
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 PATIENCE_S = 30.0
@@ -35,6 +37,20 @@ class Harness(Protocol):
         """Kill a writer inside an append; return a function that ends the append, or None if it
         blocks no reader."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedFaults(FaultPlan):
+    """Faults of given calls."""
+
+    appends: Mapping[int, AppendFault] = field(default_factory=dict)
+    polls: Collection[int] = ()
+
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+        return self.appends.get(call)
+
+    def on_poll(self, call: int) -> bool:
+        return call in self.polls
 
 
 Check = Callable[[Harness], None]

@@ -6,9 +6,10 @@ import pytest
 
 from dora_pipe.bus.base import count_empty_polls
 from dora_pipe.bus.bus import Bus, TopicSpec
-from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog
 from dora_pipe.core.errors import BusError, BusFull, LogTruncated, OutcomeUnknown
 from dora_pipe.core.pure.records import Append, TopicPartition
+from tests.support.bus_steps import ScriptedFaults
 
 AT = TopicPartition("t", 0)
 

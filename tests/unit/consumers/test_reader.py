@@ -9,13 +9,14 @@ import pytest
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.bus import Reader
 from dora_pipe.bus.logged import RecordPlace
-from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, MemoryBus
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, FetchedRecord
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.batches import make_trajectory
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.trainer_stage import PARTITIONS, RUN, TrainerStage
 
 

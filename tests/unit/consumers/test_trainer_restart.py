@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import decode_history
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import Fenced, NonFinite, OutcomeUnknown
 from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
 
@@ -113,13 +114,10 @@ def test_older_trainer_is_fenced_and_commits_nothing(stage: TrainerStage) -> Non
 def test_commit_of_unknown_outcome_ends_the_role_and_the_next_one_reads_what_happened(
     stage: TrainerStage, lands: int
 ) -> None:
-    class Flaky:
+    class Flaky(FaultPlan):
         def on_append(self, call: int, records: Any) -> AppendFault | None:
             commit = any(b'"step-committed"' in record.value for record in records)
             return AppendFault(kind="unknown", lands=lands) if commit else None
-
-        def on_poll(self, call: int) -> bool:
-            return False
 
     honest = stage.open_bus
     stage.open_bus = lambda: MemoryBus(

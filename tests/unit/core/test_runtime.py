@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.bus.bus import TopicSpec
-from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog
 from dora_pipe.core.errors import BusFull, Fenced, LogTruncated, OutcomeUnknown
 from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
 from dora_pipe.core.loop.runtime import HELD_MAX, KEPT_EVERY_NS, Meter, Runtime
@@ -25,6 +25,7 @@ from dora_pipe.core.pure.machine import (
     StopAsked,
 )
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.worker import VirtualClock
 
 IN = TopicPartition("run.in", 0)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from dora_pipe.bus.bus import HELD_LIMIT_S, TopicSpec
-from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import BusError
 from dora_pipe.core.loop.run_lifecycle import LOOK_S, await_stable_offset
@@ -18,6 +18,7 @@ from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.orchestrator_world import WorldClock
 
 TOPICS = Topics("tiny")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from dora_pipe.bus.bus import TopicSpec
-from dora_pipe.bus.memory import MemoryBus, MemoryLog, MemoryReader, ScriptedFaults
+from dora_pipe.bus.memory import MemoryBus, MemoryLog, MemoryReader
 from dora_pipe.core.errors import LogTruncated
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.pure.records import Append, TopicPartition
@@ -20,6 +20,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import encode_any_progress
 from tests.support.batches import progress_chunk
+from tests.support.bus_steps import ScriptedFaults
 from tests.support.worker import VirtualClock
 
 PROGRESS = "r.progress"

@@ -10,7 +10,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Final
@@ -37,7 +37,8 @@ from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.open import Opened, open_transfers
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.open import open_transfers
 
 STATUS_HOURS: Final = 168
 
@@ -167,7 +168,7 @@ def worker(directory: RunDir, config: Config, name: str, *, engine: str = "") ->
 
     stop = settle(name, config.run.name)
     with (
-        transferring(directory, config) as (opened, store),
+        transferring(directory, config) as (transfers, store),
         closing(directory.open_bus(config)) as bus,
     ):
         run_worker(
@@ -176,18 +177,18 @@ def worker(directory: RunDir, config: Config, name: str, *, engine: str = "") ->
             worker=name,
             store=store,
             engine_factory=open_engine,
-            handover=KvHandover(opened.transfers),
-            transfers=opened.transfers.address,
+            handover=KvHandover(transfers),
+            transfers=transfers.address,
             stop=stop,
             config=config,
         )
 
 
 @contextmanager
-def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, PolicyStore]]:
+def transferring(directory: RunDir, config: Config) -> Iterator[tuple[MappedFiles, PolicyStore]]:
     """Open this process's byte transfer, and the policy store that uses it."""
     root = directory.store(config)
-    opened = open_transfers(
+    transfers = open_transfers(
         config.transfers,
         directory.handover,
         topics=Topics(config.run.name),
@@ -195,9 +196,8 @@ def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, Po
         stored=lambda name: root / name,
         clock=SystemClock(),
     )
-    with ExitStack() as stack:
-        stack.callback(opened.transfers.close)
-        yield opened, directory.policies(config, opened.peers)
+    with closing(transfers):
+        yield transfers, directory.policies(config, transfers.peers)
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
@@ -213,7 +213,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     if follows(config, log, directory.policies(config)):
         return
     try:
-        with transferring(directory, config) as (opened, store):
+        with transferring(directory, config) as (transfers, store):
             run_trainer(
                 lambda: directory.open_bus(config),
                 Topics(config.run.name),
@@ -223,7 +223,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 config=config,
                 adopt=adopt,
                 snapshot=directory.commits,
-                transfers=opened.transfers.address,
+                transfers=transfers.address,
             )
     finally:
         end_ranks()

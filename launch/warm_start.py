@@ -27,7 +27,6 @@ from dora_pipe.store.model_dir import read_config
 if TYPE_CHECKING:
     from dora_pipe.consumers.learners.sft import Example, SftOptions
     from dora_pipe.producers.chat.chat import Chat
-    from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 NOTED_ROWS: Final = 256
 
@@ -71,7 +70,7 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
 
     with templated(config, Path(config.model.path)) as model:
         config = replace(config, model=replace(config.model, path=str(model)))
-        encode = RowEncoder.open(config)
+        encode = RowEncoder(config)
         for note in encode.notes(rows[:NOTED_ROWS]):
             say(f"note: {note}")
         done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
@@ -85,20 +84,15 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
 class RowEncoder:
     """Encode rows as rollout workers tokenize them."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config) -> None:
         """Raises PolicyError for a tokenizer without an end-of-turn token."""
-        self._config = config
-        self._tokenizer = tokenizer
-        self._end = _end_id(Path(config.model.path), tokenizer.stop_ids)
-        self._chat: Chat | None = None
-
-    @classmethod
-    def open(cls, config: Config) -> RowEncoder:
-        """Open with the tokenizer of the configuration's model. Raises PolicyError."""
         from dora_pipe.producers.chat.tokenizer import Tokenizer
 
-        model, parses = Path(config.model.path), config.task.special_tokens
-        return cls(config, Tokenizer(model, special_tokens=parses))
+        model = Path(config.model.path)
+        self._config = config
+        self._tokenizer = Tokenizer(model, special_tokens=config.task.special_tokens)
+        self._end = _end_id(model, self._tokenizer.stop_ids)
+        self._chat: Chat | None = None
 
     def __call__(self, row: Row) -> Example:
         """Encode a row; the loss covers assistant turns with their end tokens. Raises TaskError."""

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +46,8 @@ class MappedFiles:
 
     address = ""
     """Address for other machines, empty without one."""
+    peers: Callable[[str, Path], bool] | None = None
+    """Writer of a policy store's file from peers, if any (`PolicyStore`)."""
 
     def __init__(self, root: Path, *, clock: Clock, bytes_max: int = PLACE_BYTES_MAX) -> None:
         self._root = root

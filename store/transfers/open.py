@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,15 +27,6 @@ LOOPBACK: Final = "127.0.0.1"
 """Default of `host`: unreachable from outside."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """Transfers of this process."""
-
-    transfers: MappedFiles
-    peers: PeerWeights | None = None
-    """Peers for the policy store, if any."""
-
-
 def open_transfers(
     section: Section,
     folder: Path,
@@ -45,12 +35,12 @@ def open_transfers(
     open_bus: Callable[[], Bus],
     stored: Callable[[str], Path],
     clock: Clock,
-) -> Opened:
+) -> MappedFiles:
     """Open the configured transfers; `folder` is the local directory. Raises ConfigError."""
     if section.kind == "none":
-        return Opened(transfers=MappedFiles(folder, clock=clock, bytes_max=0))
+        return MappedFiles(folder, clock=clock, bytes_max=0)
     if section.kind == "files":
-        return Opened(transfers=MappedFiles(folder, clock=clock))
+        return MappedFiles(folder, clock=clock)
     from dora_pipe.store.transfers.flight import FlightTransfers
 
     identity = _identity(section, topics.run)
@@ -63,7 +53,8 @@ def open_transfers(
             hint="set transfers.host to an own address and transfers.port to a free port",
         ) from None
     finder = PeerFinder(open_bus, topics, own=flight.address)
-    return Opened(transfers=flight, peers=PeerWeights(flight.copy, finder.having))
+    flight.peers = PeerWeights(flight.copy, finder.having)
+    return flight
 
 
 def need_transfers(section: Section) -> None:

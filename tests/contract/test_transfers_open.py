@@ -22,7 +22,7 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
+from dora_pipe.store.transfers.open import TOKEN_VARIABLE, need_transfers, open_transfers
 from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerFinder, PeerWeights
 from dora_pipe.store.transfers.transfers import GONE, NO_ROOM, UNREACHABLE, Lost, weights_url
 from tests.support.stores import Writer, publish_walk
@@ -39,7 +39,7 @@ def no_bus() -> Bus:
     raise BusError("no log")
 
 
-def opened(tmp_path: Path, **keys: Any) -> Opened:
+def opened(tmp_path: Path, **keys: Any) -> MappedFiles:
     return open_transfers(
         Section(**keys),
         tmp_path / "handover",
@@ -54,12 +54,12 @@ def opened(tmp_path: Path, **keys: Any) -> Opened:
 
 
 def test_files_are_the_default_and_ask_nobody(tmp_path: Path) -> None:
-    setup = opened(tmp_path)
-    assert isinstance(setup.transfers, MappedFiles) and setup.peers is None
+    files = opened(tmp_path)
+    assert type(files) is MappedFiles and files.peers is None
 
 
 def test_none_keeps_nothing(tmp_path: Path) -> None:
-    none = opened(tmp_path, kind="none").transfers
+    none = opened(tmp_path, kind="none")
     assert none.offer([memoryview(b"x")]) == Lost(NO_ROOM)
     assert none.fetch(Blob(sha256="a" * 64, bytes=1), timeout_s=1.0) == Lost(GONE)
     assert none.address == ""
@@ -72,12 +72,12 @@ def test_token_comes_from_the_environment(
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     entry, other = (opened(tmp_path / name, kind="flight", host="127.0.0.1") for name in "ab")
     try:
-        blob = entry.transfers.offer([memoryview(b"x")])
+        blob = entry.offer([memoryview(b"x")])
         assert not isinstance(blob, Lost)
-        assert not isinstance(other.transfers.fetch(blob, timeout_s=20.0), Lost)
+        assert not isinstance(other.fetch(blob, timeout_s=20.0), Lost)
     finally:
-        entry.transfers.close()
-        other.transfers.close()
+        entry.close()
+        other.close()
     assert SECRET not in caplog.text
 
 
@@ -108,7 +108,7 @@ def test_host_that_is_not_given_is_reached_by_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
-    transfers = opened(tmp_path, kind="flight").transfers
+    transfers = opened(tmp_path, kind="flight")
     try:
         assert transfers.address.startswith("grpc://127.0.0.1:")
         number = int(transfers.address.rpartition(":")[2])
@@ -145,9 +145,9 @@ def test_with_certificates_the_wire_is_encrypted_and_peers_are_checked(
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     identity, ca = certificate
     keys = {"kind": "flight", "host": "127.0.0.1", "cert_file": identity}
-    source = opened(tmp_path / "a", **keys).transfers
-    trusting = opened(tmp_path / "b", **keys, ca_file=ca).transfers
-    doubting = opened(tmp_path / "c", **keys).transfers
+    source = opened(tmp_path / "a", **keys)
+    trusting = opened(tmp_path / "b", **keys, ca_file=ca)
+    doubting = opened(tmp_path / "c", **keys)
     try:
         blob = source.offer([memoryview(b"x" * 1000)])
         assert not isinstance(blob, Lost)

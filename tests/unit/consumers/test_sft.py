@@ -62,7 +62,7 @@ def warm_up(model_dir: Path, out: Path, **options: Any) -> SftResult:
     settings = {"steps": 40, "batch": 4, "learning_rate": 3e-3} | options
     rows = settings.pop("rows", ROWS)
     reply = {"progress": settings.pop("progress")} if "progress" in settings else {}
-    encode = settings.pop("encode", None) or RowEncoder.open(config_of(model_dir))
+    encode = settings.pop("encode", None) or RowEncoder(config_of(model_dir))
     return train_sft(model_dir, rows, out, encode=encode, options=SftOptions(**settings), **reply)
 
 
@@ -235,14 +235,17 @@ def test_no_rows_and_a_missing_file_are_refused(model_dir: Path, tmp_path: Path)
         data_rows(str(tmp_path / "nowhere.jsonl"))
 
 
-def test_tokenizer_without_an_end_is_refused(model_dir: Path) -> None:
+def test_tokenizer_without_an_end_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Endless(Tokenizer):
-        def __init__(self, assets: Path) -> None:
-            super().__init__(assets)
+        def __init__(self, assets: Path, **options: Any) -> None:
+            super().__init__(assets, **options)
             self.stop_ids = ()
 
+    monkeypatch.setattr("dora_pipe.producers.chat.tokenizer.Tokenizer", Endless)
     with pytest.raises(PolicyError, match="no end-of-sequence token"):
-        RowEncoder(config_of(model_dir), Endless(model_dir))
+        RowEncoder(config_of(model_dir))
 
 
 # Conversations.
@@ -294,7 +297,7 @@ def said_by(chat_dir: Path, example: Example) -> list[str]:
 def test_every_form_of_a_conversation_is_the_same_example(
     chat_dir: Path, row: Row, task: dict[str, Any]
 ) -> None:
-    example = RowEncoder.open(config_of(chat_dir, **task))(row)
+    example = RowEncoder(config_of(chat_dir, **task))(row)
     full = Tokenizer(chat_dir).full_text(example.token_ids)
     assert full.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
     assert said_by(chat_dir, example) == ["4<|im_end|>"]
@@ -302,7 +305,7 @@ def test_every_form_of_a_conversation_is_the_same_example(
 
 def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> None:
     talk = [USER, SAID, {"role": "user", "content": "And 4+4?"}, {**SAID, "content": "8"}]
-    encode = RowEncoder.open(config_of(chat_dir, system_prompt="Be brief."))
+    encode = RowEncoder(config_of(chat_dir, system_prompt="Be brief."))
     example = encode({"messages": talk})
     full = Tokenizer(chat_dir).full_text(example.token_ids)
     assert full.startswith("<|im_start|>system\nBe brief.<|im_end|>")
@@ -352,7 +355,7 @@ def test_a_warm_start_and_a_run_have_equal_prompts(
     ids = list(prompt.prompt_ids if isinstance(prompt, Conversation) else prompt)
     assert ("weather" in tokenizer.full_text(ids)) == bool(row.get("tools"))
     for entry in (row, *demonstrations(config, seed=0, count=1)):
-        example = RowEncoder.open(config)(entry)
+        example = RowEncoder(config)(entry)
         assert list(example.token_ids[: example.mask.index(1)]) == ids
 
 
@@ -369,7 +372,7 @@ def test_a_warm_start_and_a_run_have_equal_prompts(
 )
 def test_conversation_that_cannot_be_trained_says_why(chat_dir: Path, row: Row, why: str) -> None:
     with pytest.raises(TaskError, match=why):
-        RowEncoder.open(config_of(chat_dir))(row)
+        RowEncoder(config_of(chat_dir))(row)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["apart", "packed"])
@@ -388,7 +391,7 @@ def test_chat_model_learns_to_answer(chat_dir: Path, tmp_path: Path, packing: bo
         steps=60,
     )
     assert done.loss < 0.1, done.loss
-    prompt = RowEncoder.open(config_of(chat_dir))(rows[5])
+    prompt = RowEncoder(config_of(chat_dir))(rows[5])
     ids = list(prompt.token_ids[: prompt.mask.index(1)])
     load: Any = AutoModelForCausalLM.from_pretrained
     network = load(tmp_path / "out")

@@ -37,7 +37,7 @@ from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.core.system.console import say
 from dora_pipe.core.system.own_code import importable, load_function
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.orchestrator.curriculum import evaluation_group, evaluation_rows
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.engine import Engine
@@ -80,7 +80,7 @@ def opened_probe(
         with _evaluation(run, name, report) as evaluation:
             yield evaluation
         return
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     with importable(str((directory or Path()).resolve())):
         function = load_function("--probe", probe, UsageError)
         assets = run.policies.assets(started.assets_digest)
@@ -227,8 +227,7 @@ class _OtherWeights:
 
 @contextmanager
 def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationProbe]:
-    first, _ = policy_after(run.bus, run.topics, 0)
-    started = started_of(first, "probe")
+    started = started_of(first_record(run.bus, run.topics), "probe")
     local = alone(run.config, run.config.workers.engine)
     started = asking_only(started, _named(worker_config(started, local), name))
     config = worker_config(started, local)

@@ -18,7 +18,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -51,7 +51,7 @@ class OpenTask:
 def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) -> Iterator[OpenTask]:
     """Start the task; `other_rewards` need not score groups. Raises TaskError, ConfigError,
     InvariantBroken for other data than the run's."""
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
     with closing(run.tables()) as tables:

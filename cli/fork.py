@@ -29,7 +29,7 @@ from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import decoder_of
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.registry import reward_digest_of
@@ -73,7 +73,7 @@ def _fork(
     *,
     as_json: bool,
 ) -> None:
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     with closing(run.tables()) as tables:
         recorded = recorded_trajectory(run.bus, run.topics, tables, trajectory)
         check_forkable(recorded, started.scored_together)

@@ -34,7 +34,7 @@ from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine
 
@@ -111,7 +111,7 @@ def _replay_trajectories(
 ) -> None:
     from dora_pipe.producers.worker.role import params_by_source
 
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)

@@ -27,7 +27,7 @@ from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import COUNTS, logged_records
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.producers.worker.role import worker_config
 
 FOLDER: Final = "rescored"
@@ -77,7 +77,7 @@ def _rescore(
     *,
     as_json: bool,
 ) -> None:
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
     file = run.directory.path / FOLDER / f"{_name_of(rewards)}.jsonl"
     damage, rescored = Damage(), list[Rescored]()

@@ -17,7 +17,7 @@ from dora_pipe.core.system.console import say
 from dora_pipe.core.system.own_code import importable
 from dora_pipe.launch.model_checks import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.observe.web.pages import Decode
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.data.prepare import reporting
@@ -31,7 +31,7 @@ def decoder_of(run: OpenRun) -> Decode | None:
     """Return a decoder of the run's token ids, or None."""
 
     def assets() -> Path:
-        started, _ = policy_after(run.bus, run.topics, 0)
+        started = first_record(run.bus, run.topics)
         return run.policies.assets(started.assets_digest)
 
     tokenizer = _tokenizer(assets, AS_IDS)
@@ -46,7 +46,7 @@ def decoder_in(assets: Path) -> Decode | None:
 
 def texts_of(run: OpenRun) -> TextColumns:
     """Return the text columns of an export."""
-    started, _ = policy_after(run.bus, run.topics, 0)
+    started = first_record(run.bus, run.topics)
     words = _tokenizer(lambda: run.policies.assets(started.assets_digest), "note: texts are empty")
     return TextColumns(words, _data(run, started))
 

@@ -19,7 +19,7 @@ from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun, opened
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.observe.text import duration
 from dora_pipe.observe.waits import StepWait, Summary, summarise, waits_of
 from dora_pipe.observe.why import WhyAnswer, why_at, why_now
@@ -171,8 +171,7 @@ def _moment_ns(run: OpenRun, text: str) -> int:
     except ValueError:
         pass
     else:
-        first, _ = policy_after(run.bus, run.topics, 0)
-        return first.at_ns + int(seconds * 1e9)
+        return first_record(run.bus, run.topics).at_ns + int(seconds * 1e9)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

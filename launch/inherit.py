@@ -18,7 +18,7 @@ from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import typed
 from dora_pipe.launch.run_dir import OpenRun, opened
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record, policy_after
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.adapters import base_of, read_adapter, write_merged
@@ -71,8 +71,8 @@ def inherit(
             hint="e.g. --from demo@40",
         )
     with opened(name, root) as old:
-        first, _ = policy_after(old.bus, old.topics, 0)
-        _, manifest = policy_after(old.bus, old.topics, int(step))
+        first = first_record(old.bus, old.topics)
+        manifest = policy_after(old.bus, old.topics, int(step))
         source = old.policies
         if not source.has_weights(manifest.digest):  # rebuilding needs training
             raise PolicyError(

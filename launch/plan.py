@@ -29,6 +29,7 @@ from dora_pipe.config.retention import deletes, with_keep_every
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
+from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import BusError, ConfigError, LogTruncated, TopicMissing, UsageError
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset, run_is_over
 from dora_pipe.core.pure.records import Append, TopicPartition
@@ -48,7 +49,6 @@ from dora_pipe.launch.run_dir import (
     run_dir,
     store_config,
 )
-from dora_pipe.observe.lineage import newest_version
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.process.snapshot_files import candidates
 from dora_pipe.producers.chat.template import FILE, Template, read_template
@@ -463,7 +463,7 @@ def is_over(bus: Bus, topics: Topics) -> bool:
 
 def over_hint(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> str:
     """Return the command that continues from a finished run. Raises BusError."""
-    newest = f"{topics.run}@{newest_version(bus, topics)}"
+    newest = f"{topics.run}@{read_history(bus, topics, SystemClock()).next_step}"
     words = ("run", directory.path, "--from", newest, "-o", "run.name=NEW")
     return f"start a new run from it: {typed(*words, runs=root)}"
 

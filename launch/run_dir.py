@@ -41,7 +41,7 @@ from dora_pipe.core.system.durable import write_atomically
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import FILE as CATALOGUE
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import BLOBS
 from dora_pipe.store.log_location import LogLocation
@@ -193,7 +193,7 @@ class RunByLog(RunDir):
                     f"no run {topics.run!r} is on {self.url}", hint=f"there are: {names}"
                 )
             try:
-                started, _ = policy_after(bus, topics, 0)
+                started = first_record(bus, topics)
             except UsageError:
                 raise UsageError(f"run {topics.run!r} on {self.url} has not started") from None
         try:

@@ -1,4 +1,4 @@
-"""Look up the policy after a step, and the run's first record."""
+"""Look up the run's first record, and the policy after a step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,8 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 
 
-def newest_version(bus: Bus, topics: Topics) -> int:
-    """Return the newest version; 0 before the first step. Raises BusError, LogTruncated."""
-    return read_history(bus, topics, SystemClock()).next_step
-
-
-def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Manifest]:
-    """Return the first record and the manifest of a version. Raises UsageError if missing."""
-    first, newest, clock = run_started_in(bus, topics), -1, SystemClock()
-    if first is not None and version == 0:
-        return first, first.policy
-    if first is not None:
-        notes = read_history(bus, topics, clock).notes
-        newest = len(notes)
-        for commit in read_commits(bus, topics, notes[version - 1 : version], clock):
-            return first, commit.policy
-    raise UsageError(
-        f"run {topics.run} has no version {version}", hint=f"its newest version is {newest}"
-    )
-
-
-def run_started_in(bus: Bus, topics: Topics) -> RunStarted | None:
+def first_record(bus: Bus, topics: Topics) -> RunStarted:
+    """Return the run's first record. Raises UsageError before the start."""
     partition = TopicPartition(topics.control, 0)
     with closing(records_of(bus, {partition: bus.end(partition)})) as records:
         for record in records:
@@ -43,4 +24,17 @@ def run_started_in(bus: Bus, topics: Topics) -> RunStarted | None:
                 fact = decode_control(record.value)
                 if isinstance(fact, RunStarted):
                     return fact
-    return None
+    raise UsageError(f"run {topics.run} has not started", hint="start it with `dora-pipe run`")
+
+
+def policy_after(bus: Bus, topics: Topics, version: int) -> Manifest:
+    """Return the manifest of a version. Raises UsageError if it is missing."""
+    if version == 0:
+        return first_record(bus, topics).policy
+    clock = SystemClock()
+    notes = read_history(bus, topics, clock).notes
+    for commit in read_commits(bus, topics, notes[version - 1 : version], clock):
+        return commit.policy
+    raise UsageError(
+        f"run {topics.run} has no version {version}", hint=f"its newest version is {len(notes)}"
+    )

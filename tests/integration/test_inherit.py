@@ -30,7 +30,7 @@ from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.plan import create_topics
 from dora_pipe.launch.run_dir import opened
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -66,7 +66,7 @@ def store(tmp_path: Path) -> PolicyStore:
 
 def child_of(root: Path, store: PolicyStore, *, with_optimizer: bool = True) -> RunStarted:
     with opened(NAME, root) as source:
-        first, _ = policy_after(source.bus, source.topics, 0)
+        first = first_record(source.bus, source.topics)
         parent = str(root / AGAIN)
         lineage, (policy, assets) = inherit(
             parent, root, store, source.config, with_optimizer=with_optimizer

@@ -23,7 +23,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.lineage import first_record
 from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import EnvStep, TaskEvent
@@ -66,7 +66,7 @@ def _again(run: RecordedRun, expected: Sequence[str] | int, *, slots: int = 6) -
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
         names = pick(tables, expected, 3) if isinstance(expected, int) else expected
         engine = SimulatedEngine(slots=slots, context_tokens=256, lengths=long_tailed_length)
-        started, _ = policy_after(bus, run.topics, 0)
+        started = first_record(bus, run.topics)
         params = _params(logged_config(started.config))
         return list(regenerate(bus, run.topics, run.store, tables, engine, names, params))
 

@@ -24,7 +24,6 @@ from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
-from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.ledger.history import RecordLogged
@@ -50,19 +49,6 @@ class AuditProgress:
     violations: int
 
 
-class AuditState:
-    def __init__(self, run: str, *, full: bool) -> None:
-        self.findings = Findings()
-        self.ledger = Ledger(run, self.findings)
-        self.fold = FoldCheck(self.findings, plans=full)
-        self.records = RecordCheck(self.ledger)
-        self.policies = PolicyCheck(self.ledger)
-        self.cursor = Cursor()
-        self.gathering = EvidenceBuffer()
-        self.shorter: list[str] = []
-        """Partitions that are shorter than when they were read."""
-
-
 class Auditor:
     """Audit of one run. Example: ``auditor.advance(); auditor.finish().holds``.
 
@@ -81,9 +67,15 @@ class Auditor:
         self._bus, self._topics = bus, topics
         self._store = None if store is None else as_store(store)
         self._full = full
-        self.books = AuditState(topics.run, full=full)
-        self._spill = SpillFile()
-        self._spill.attach(self.books.ledger, self.books.gathering)
+        self.findings = Findings()
+        self.ledger = Ledger(topics.run, self.findings)
+        self.cursor = Cursor()
+        self._fold = FoldCheck(self.findings, plans=full)
+        self._records = RecordCheck(self.ledger)
+        self._policies = PolicyCheck(self.ledger)
+        self._evidence = EvidenceBuffer(self.ledger.file)
+        self._shorter: list[str] = []
+        """Partitions that are shorter than when they were read."""
         self._on_piece = on_piece
         self._horizon: Horizon | None = None
         self._rounds: RoundReader | None = None
@@ -91,17 +83,16 @@ class Auditor:
     @property
     def stopped(self) -> bool:
         """Report whether the run has ended and was read completely."""
-        return self.books.ledger.stopped is not None
+        return self.ledger.stopped is not None
 
     @property
     def progress(self) -> AuditProgress:
-        books = self.books
         return AuditProgress(
-            rounds=books.ledger.rounds,
-            steps=books.ledger.committed,
-            records=books.records.seen.records,
-            bytes=books.records.seen.bytes,
-            violations=books.findings.total,
+            rounds=self.ledger.rounds,
+            steps=self.ledger.committed,
+            records=self._records.seen.records,
+            bytes=self._records.seen.bytes,
+            violations=self.findings.total,
         )
 
     def advance(self) -> None:
@@ -110,49 +101,47 @@ class Auditor:
             self._advance()
 
     def _advance(self) -> None:
-        books = self.books
         self._horizon = horizon = horizon_of(self._bus, self._topics)
-        books.records.buried = buried = read_buried(self._bus, self._topics)
+        self._records.buried = buried = read_buried(self._bus, self._topics)
         ends = {tp.partition: end for tp, end in horizon.trajectories.items()}
-        books.gathering.begin(self._bus, self._topics.trajectories, ends, opened=self._full)
+        self._evidence.begin(self._bus, self._topics.trajectories, ends, opened=self._full)
         self._compare(ends)
         self.close_rounds()
         reader = self._rounds = RoundReader(
             self._bus,
             self._topics,
-            books.findings,
+            self.findings,
             horizon=horizon,
-            cursor=books.cursor,
+            cursor=self.cursor,
             buried=buried,
         )
-        logged, rounds = books.ledger.accounts.records, 0
+        logged, rounds = self.ledger.accounts.records, 0
         for turn in reader.rounds():
             self._apply(turn)
             rounds += 1
-            far = books.ledger.accounts.records - logged >= PIECE_RECORDS
+            far = self.ledger.accounts.records - logged >= PIECE_RECORDS
             if far or rounds >= PIECE_ROUNDS:
                 self._settle()
                 self._on_piece()
-                logged, rounds = books.ledger.accounts.records, 0
+                logged, rounds = self.ledger.accounts.records, 0
         self._settle()
 
     def compare(self, look: LastLook, mark: str) -> None:
         """Report what is missing or changed since the last audit. Raises BusError."""
         if line := changed_since(look, self._bus, self._topics, mark):
-            self.books.findings.add("records", "log", line)
+            self.findings.add("records", "log", line)
 
     def look(self, mark: str) -> LastLook | None:
         """Return the position in the log; None before the first round or after a violation."""
-        books = self.books
-        cursor = books.cursor
-        if books.findings.total or cursor.offset < 0 or cursor.first[0] < 0:
+        cursor = self.cursor
+        if self.findings.total or cursor.offset < 0 or cursor.first[0] < 0:
             return None
         return LastLook(
-            run=books.ledger.run,
+            run=self.ledger.run,
             mark=mark,
             control=cursor.first,
             decisions=(cursor.offset, cursor.sha256),
-            trajectories=dict(books.gathering.last),
+            trajectories=dict(self._evidence.last),
         )
 
     def finish(self) -> AuditReport:
@@ -162,18 +151,17 @@ class Auditor:
         """
         assert self._rounds is not None, "nothing was read yet"
         self._apply(self._rounds.rest())
-        books = self.books
-        if books.ledger.started is None:
-            books.findings.add("control", self._topics.control, "there is no `run started`")
+        if self.ledger.started is None:
+            self.findings.add("control", self._topics.control, "there is no `run started`")
         self._check_topics()
-        books.gathering.read_all()
+        self._evidence.read_all()
         self._settle()
-        self._judge(dict(books.ledger.accounts.unread))
+        self._judge(dict(self.ledger.accounts.unread))
         self._judge_unnamed()
-        books.policies.finish()
+        self._policies.finish()
         if self._store is None:
-            books.findings.notes.append("policy files were not looked at: no store was given")
-        return report.report_of(books.ledger, books.fold, books.records.seen)
+            self.findings.notes.append("policy files were not looked at: no store was given")
+        return report.report_of(self.ledger, self._fold, self._records.seen)
 
     def close_rounds(self) -> None:
         if self._rounds is not None:
@@ -182,13 +170,12 @@ class Auditor:
 
     def close(self) -> None:
         self.close_rounds()
-        self.books.gathering.close()
-        self._spill.close()
+        self._evidence.close()
+        self.ledger.file.close()
 
     def _apply(self, turn: FoldedRound) -> None:
-        books = self.books
-        books.ledger.apply(turn)
-        books.fold.fold(turn)
+        self.ledger.apply(turn)
+        self._fold.fold(turn)
         if turn.round is not None:
             for fact in turn.facts:
                 if isinstance(fact.record, StepCommitted):
@@ -196,58 +183,54 @@ class Auditor:
 
     def _acknowledged(self, fact: StepCommitted) -> None:
         assert self._horizon is not None
-        books, end = self.books, self._horizon.decisions
-        if fact.decisions_next > end and not books.cursor.decisions_cut:
-            books.cursor.decisions_cut = True
+        end = self._horizon.decisions
+        if fact.decisions_next > end and not self.cursor.decisions_cut:
+            self.cursor.decisions_cut = True
             message = f"were cut: step {fact.step} was committed after more of them"
             expected = f"end >= {fact.decisions_next}"
-            books.findings.add("rounds", "decisions", message, expected=expected, actual=end)
+            self.findings.add("rounds", "decisions", message, expected=expected, actual=end)
 
     def _compare(self, ends: dict[int, int]) -> None:
         assert self._horizon is not None
-        books, cut = self.books, []
-        read = [("decisions", self._horizon.decisions, books.cursor.decisions_next)]
-        positions = books.gathering.positions
+        read = [("decisions", self._horizon.decisions, self.cursor.decisions_next)]
+        positions = self._evidence.positions
         read += [
             (f"trajectories:{partition}", end, positions.get(partition, 0))
             for partition, end in ends.items()
         ]
         for name, end, position in read:
-            if end < position and name not in books.shorter:
-                books.shorter.append(name)
-                cut.append((name, end, position))
-        for name, end, position in cut:
-            message = "was cut: it is shorter than when audit has read it"
-            expected = f"end >= {position}"
-            books.findings.add("records", name, message, expected=expected, actual=end)
+            if end < position and name not in self._shorter:
+                self._shorter.append(name)
+                message = "was cut: it is shorter than when audit has read it"
+                expected = f"end >= {position}"
+                self.findings.add("records", name, message, expected=expected, actual=end)
 
     def _settle(self) -> None:
-        books = self.books
-        ledger, accounts = books.ledger, books.ledger.accounts
+        ledger, accounts = self.ledger, self.ledger.accounts
         ended = accounts.settle()
         named = ((logged.place, logged) for group in ended for logged in group.records)
         self._judge({key: logged for key, logged in named if key in accounts.unread})
         steps, ledger.unread_steps = ledger.unread_steps, []
         versions, ledger.unread_versions = ledger.unread_versions, []
-        check_steps(ledger, books.records.seen, steps)
+        check_steps(ledger, self._records.seen, steps)
         if self._store is not None:
-            books.policies.look(self._store, versions, steps)
+            self._policies.look(self._store, versions, steps)
         accounts.spill(ended + accounts.settle())
         ledger.spill(VERSIONS_KEPT)
 
     def _judge(self, unread: dict[Place, RecordLogged]) -> None:
-        books, unread_places = self.books, self.books.ledger.accounts.unread
+        unread_places = self.ledger.accounts.unread
         furthest: dict[int, int] = {}
         for partition, offset in unread:
             furthest[partition] = max(offset, furthest.get(partition, -1))
         for partition, offset in furthest.items():
-            books.gathering.read_to(partition, offset)
+            self._evidence.read_to(partition, offset)
         missing: dict[int, list[RecordLogged]] = {}
         for key, logged in unread.items():
             del unread_places[key]
-            evidence = books.gathering.pop(key)
+            evidence = self._evidence.pop(key)
             if evidence is not None:
-                books.records.judge(evidence, logged)
+                self._records.judge(evidence, logged)
             else:
                 missing.setdefault(logged.fact.partition, []).append(logged)
         for partition, records in sorted(missing.items()):
@@ -259,13 +242,13 @@ class Auditor:
         end = ends.get(partition, 0)
         behind = [logged for logged in missing if logged.fact.offset >= end]
         if behind and partition in ends:
-            self.books.records.cut(partition, end, behind)
+            self._records.cut(partition, end, behind)
         for logged in missing:
             if logged.fact.offset < end or partition not in ends:
-                self.books.records.missing(logged)
+                self._records.missing(logged)
 
     def _check_topics(self) -> None:
-        config, topics, bus = self.books.ledger.config, self._topics, self._bus
+        config, topics, bus = self.ledger.config, self._topics, self._bus
         many = () if config is None else (topics.trajectories, topics.progress)
         there = set(bus.topics())
         for name in topics.all():
@@ -273,18 +256,18 @@ class Auditor:
                 expected = config.bus.partitions if config is not None and name in many else 1
                 message = "has another number of partitions than the run reads"
                 actual = bus.partitions(name)
-                self.books.findings.same("records", name, message, expected=expected, actual=actual)
+                self.findings.same("records", name, message, expected=expected, actual=actual)
         for name in sorted(there.difference(topics.all())):
             if name.startswith(f"{topics.run}."):
-                self.books.findings.notes.append(f"topic {name} is unknown to this version")
+                self.findings.notes.append(f"topic {name} is unknown to this version")
 
     def _judge_unnamed(self) -> None:
         """Check records without an event, except those appended during this audit."""
         assert self._horizon is not None
         before = {tp.partition: end for tp, end in self._horizon.trajectories_before.items()}
-        for evidence in self.books.gathering.rest():
+        for evidence in self._evidence.rest():
             if evidence.offset < before[evidence.partition]:
-                self.books.records.judge(evidence, None)
+                self._records.judge(evidence, None)
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:

@@ -15,20 +15,20 @@ import msgspec
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.config.model import Config
-from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.core.errors import ConfigError, InvariantBroken, SchemaError
 from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
     check_digest,
     close_round,
     fold_decisions,
-    fold_inputs,
     fold_records,
 )
 from dora_pipe.orchestrator.planner import PLANNER, decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.control import AnyControl, RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
+from dora_pipe.schemas.wire import Unknown
 
 REMADE_WRONG_MAX: Final = 100
 """Differing plans before plans are no longer remade; each costs a copy of the state."""
@@ -38,7 +38,7 @@ ANCHOR_BYTES: Final = 2 * 1024 * 1024
 
 DECISION_BYTES: Final = 500
 
-Control = Sequence[tuple[int, bytes]]
+Records = Sequence[tuple[int, AnyControl | Unknown | SchemaError]]
 
 NOTHING: Final = "nothing"
 
@@ -63,7 +63,7 @@ class FoldCheck:
         self.state: State | None = state
         """None after a round that could not be folded."""
         self._anchor = _copied(state) if self.makes_plans else None
-        self._since: list[tuple[Round, Control]] = []
+        self._since: list[tuple[Round, Records]] = []
         self._since_bytes = 0
 
     def fold(self, turn: FoldedRound) -> None:
@@ -78,8 +78,10 @@ class FoldCheck:
         try:
             fold_records(state, round_, records)
             if self.makes_plans:
-                control = [(fact.offset, fact.value) for fact in turn.facts]
-                self._plan_again(state, round_, control)
+                self._since.append((round_, records))
+                size_bytes = sum(len(fact.value) for fact in turn.facts)
+                self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
+                self._plan_again(state, round_)
             else:
                 fold_decisions(state, round_)
         except InvariantBroken as error:
@@ -104,10 +106,7 @@ class FoldCheck:
     def _stop_planning(self) -> None:
         self.makes_plans, self._anchor, self._since = False, None, []
 
-    def _plan_again(self, state: State, round_: Round, control: Control) -> None:
-        self._since.append((round_, control))
-        size_bytes = sum(len(value) for _, value in control)
-        self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
+    def _plan_again(self, state: State, round_: Round) -> None:
         samplers = self._draws(state, round_)
         again = decide(state, samplers=samplers) if round_.planned else []
         if tuple(again) == round_.decisions:
@@ -154,8 +153,8 @@ class FoldCheck:
     def _fold_again(self) -> None:
         state = self._anchor
         assert state is not None
-        for round_, control in self._since:
-            fold_inputs(state, round_, control)
+        for round_, records in self._since:
+            fold_records(state, round_, records)
             fold_decisions(state, round_)
             state.chain = round_.chain
         self.go_on(state)

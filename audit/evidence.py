@@ -5,11 +5,12 @@ Evidence without an event waits in memory, beyond `WAITING_MAX` on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Protocol, cast
+from collections.abc import Mapping
+from typing import Final, cast
 
 import msgspec
 
+from dora_pipe.audit.spill import SpillDict, SpillFile
 from dora_pipe.bus.base import EMPTY_POLLS_MAX, count_empty_polls, wait_after
 from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.bus import Bus, Reader
@@ -154,25 +155,14 @@ POLL_RECORDS: Final = 256
 POLL_BYTES: Final = 4 * 1024 * 1024
 
 
-class SpillStore(Protocol):
-    """Storage for evidence beyond memory."""
-
-    def put(self, pieces: Iterable[Evidence]) -> None: ...
-
-    def pop(self, key: Place) -> Evidence | None: ...
-
-    def all(self) -> Iterator[Evidence]: ...
-
-
 class EvidenceBuffer:
     """Evidence not checked yet; `ends` bounds reading."""
 
-    def __init__(self) -> None:
-        self.spilled: SpillStore | None = None
+    def __init__(self, file: SpillFile) -> None:
         self.positions: dict[int, int] = {}
         self.last: dict[int, tuple[int, str]] = {}
         """Last record read, per partition."""
-        self.waiting: dict[Place, Evidence] = {}
+        self.waiting: SpillDict[Place, Evidence] = SpillDict(file, "evidence", Evidence)
         self._topic = ""
         self._reader: Reader | None = None
         self._opened = True
@@ -211,7 +201,8 @@ class EvidenceBuffer:
             moved = bool(records) or self.positions != before
             source = TopicPartition(self._topic, partition)
             empty = count_empty_polls(reader, source, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
-        self._overflow()
+        if len(self.waiting) > WAITING_MAX:
+            self.waiting.spill(list(self.waiting)[: WAITING_MAX // 2])
 
     def read_all(self) -> None:
         for partition, end in self._ends.items():
@@ -219,18 +210,14 @@ class EvidenceBuffer:
 
     def pop(self, key: Place) -> Evidence | None:
         """Remove and return evidence, if it was read."""
-        evidence = self.waiting.pop(key, None)
-        if evidence is None and self.spilled is not None:
-            evidence = self.spilled.pop(key)
+        evidence: Evidence | None = self.waiting.get(key)
+        if evidence is not None:
+            del self.waiting[key]
         return evidence
 
-    def rest(self) -> Iterator[Evidence]:
-        """Yield the rest by partition and offset."""
-        waiting = sorted(self.waiting.values(), key=lambda evidence: evidence.place)
-        if self.spilled is None:
-            yield from waiting
-            return
-        yield from sorted([*self.spilled.all(), *waiting], key=lambda evidence: evidence.place)
+    def rest(self) -> list[Evidence]:
+        """Return the rest by partition and offset."""
+        return sorted(self.waiting.everything(), key=lambda evidence: evidence.place)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -242,9 +229,3 @@ class EvidenceBuffer:
             evidence = evidence_of(record, opened=self._opened)
             self.waiting[evidence.place] = evidence
             self.last[evidence.partition] = evidence.offset, evidence.sha256
-
-    def _overflow(self) -> None:
-        if self.spilled is None or len(self.waiting) <= WAITING_MAX:
-            return
-        oldest = [self.waiting.pop(key) for key in list(self.waiting)[: WAITING_MAX // 2]]
-        self.spilled.put(oldest)

@@ -1,17 +1,18 @@
 """Ledger of groups as audit keeps it: it reports what contradicts the log and spills what ended.
 
-`SpillDict` loads spilled entries on access, and `Sums` has their totals.
+`Sums` has the totals of spilled groups.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal
 
 from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.spill import SpillDict, SpillFile
 from dora_pipe.ledger.groups import GroupLedger
 from dora_pipe.ledger.history import GroupHistory, RecordLogged, WorkerHistory
 from dora_pipe.schemas.batch import staleness_of
@@ -63,75 +64,16 @@ class Sums:
                 self.length_tokens[bucket] += times * tokens
 
 
-K = TypeVar("K")
-Key = TypeVar("Key", contravariant=True)
-V = TypeVar("V")
-
-
-class Storage(Protocol[Key, V]):
-    """Disk storage of one kind of entry."""
-
-    def keeps(self, key: Key) -> bool: ...
-
-    def fetch(self, key: Key) -> V | None: ...
-
-    def store(self, entries: Iterable[tuple[Key, V]]) -> None: ...
-
-
-class SpillDict(dict[K, V]):
-    """Dictionary with spilled entries; iteration, `values` and `len` skip those."""
-
-    storage: Storage[K, V] | None = None
-    on_fetch: Callable[[V], None] | None = None
-    """Called with each loaded entry."""
-
-    def __missing__(self, key: K) -> V:
-        entry = self._fetch(key)
-        if entry is None:
-            raise KeyError(key)
-        return entry
-
-    def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or self._fetch(key) is not None
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        entry: Any = dict.get(self, key)
-        if entry is None:
-            entry = self._fetch(key)
-        return default if entry is None else entry
-
-    def spill(self, keys: Iterable[K]) -> list[V]:
-        """Spill these entries, if there is a storage; return the spilled ones."""
-        storage = self.storage
-        if storage is None:
-            return []
-        spilled = [(key, self[key]) for key in keys if dict.__contains__(self, key)]
-        spilled = [(key, entry) for key, entry in spilled if storage.keeps(key)]
-        storage.store(spilled)
-        for key, _ in spilled:
-            del self[key]
-        return [entry for _, entry in spilled]
-
-    def _fetch(self, key: Any) -> V | None:
-        if self.storage is None:
-            return None
-        entry = self.storage.fetch(key)
-        if entry is not None:
-            self[key] = entry
-            if self.on_fetch is not None:
-                self.on_fetch(entry)
-        return entry
-
-
 class AuditedGroups(GroupLedger):
     """Ledger of groups that adds findings; calls `on_sample_ended` per ended trajectory."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, file: SpillFile) -> None:
         super().__init__()
         self._findings = findings
-        self.groups: SpillDict[str, GroupHistory] = SpillDict()
-        self.groups.on_fetch = self.fetched
-        self.workers: SpillDict[int, WorkerHistory] = SpillDict()
+        self.groups: SpillDict[str, GroupHistory] = SpillDict(
+            file, "group", GroupHistory, self._fetched
+        )
+        self.workers: SpillDict[int, WorkerHistory] = SpillDict(file, "worker", WorkerHistory)
         self._packages: dict[str, set[str]] = {}
         """Versions by environment package."""
         self.records = 0
@@ -193,20 +135,25 @@ class AuditedGroups(GroupLedger):
         self.ended = {}
         return ended
 
-    def spill(self, groups: Iterable[GroupHistory]) -> None:
-        """Spill ended groups and departed workers, if there is a storage."""
+    def spill(self, groups: Sequence[GroupHistory]) -> None:
+        """Spill ended groups and departed workers."""
         self.workers.spill([worker.incarnation for worker in self.workers.values() if worker.gone])
-        for group in self.groups.spill(group.spec.group for group in groups):
+        for group in groups:
             self.sums.add(group)
             for record in group.records:
                 del self.logged[record.place]
+            for request in group.requests.values():
+                request.bound = None  # encodes each record once
+        self.groups.spill(group.spec.group for group in groups)
 
-    def fetched(self, group: GroupHistory) -> None:
+    def _fetched(self, group: GroupHistory) -> None:
         """Subtract a reloaded group from the totals."""
-        self.sums.add(group, -1)
-        self.ended[group.spec.group] = None
         for record in group.records:
             self.logged[record.place] = record
+            if record.status == "bound":
+                group.requests[record.fact.trajectory].bound = record
+        self.sums.add(group, -1)
+        self.ended[group.spec.group] = None
 
     def note_packages(self, fact: WorkerJoined) -> None:
         """Note environment packages of which workers have several versions."""

@@ -13,9 +13,10 @@ import msgspec
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import Attempted, Serving, StepEntry, Taken, VersionEntry
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
+from dora_pipe.audit.group_ledger import AuditedGroups
 from dora_pipe.audit.legality import Legality
 from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.audit.spill import SpillDict, SpillFile
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.ledger.history import Moment, WorkerHistory
@@ -59,15 +60,16 @@ class Ledger:
     def __init__(self, run: str, findings: Findings) -> None:
         self.run = run
         self.findings = findings
-        self.accounts = AuditedGroups(findings)
+        self.file = SpillFile()
+        self.accounts = AuditedGroups(findings, self.file)
         self.started: RunStarted | None = None
         self.config: Config | None = None
         """As started; `Legality` follows changes."""
-        self.steps: SpillDict[int, StepEntry] = SpillDict()
-        self.versions: SpillDict[int, VersionEntry] = SpillDict()
+        self.steps: SpillDict[int, StepEntry] = SpillDict(self.file, "step", StepEntry)
+        self.versions: SpillDict[int, VersionEntry] = SpillDict(self.file, "version", VersionEntry)
         self.version = -1
         """-1 before version 0."""
-        self.takes: SpillDict[tuple[int, int], Taken] = SpillDict()
+        self.takes: SpillDict[tuple[int, int], Taken] = SpillDict(self.file, "take", Taken)
         self.unread_steps: list[StepEntry] = []
         """Not checked yet, including repeated ones."""
         self.unread_versions: list[VersionEntry] = []
@@ -94,8 +96,6 @@ class Ledger:
 
     def spill(self, newest: int) -> None:
         """Spill old versions with their steps, batches and hostings."""
-        if self.versions.storage is None:
-            return
         oldest = min(
             (group.spec.version for group in self.accounts.open.values()), default=self.version
         )

@@ -14,8 +14,9 @@ from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import StepEntry, VersionEntry
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.group_ledger import AuditedGroups, SpillDict
+from dora_pipe.audit.group_ledger import AuditedGroups
 from dora_pipe.audit.row_ledger import RowLedger
+from dora_pipe.audit.spill import SpillDict
 from dora_pipe.config.model import Config, Task
 from dora_pipe.ledger.history import GroupHistory, Moment, WorkerHistory
 from dora_pipe.orchestrator.curriculum import SKIPPED_MAX

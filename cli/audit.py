@@ -90,7 +90,7 @@ class AuditSession:
 
     @property
     def chain(self) -> str:
-        return self._auditor.books.cursor.chain
+        return self._auditor.cursor.chain
 
     def once(self) -> AuditReport:
         """Audit to the present end of the log."""
@@ -122,7 +122,7 @@ class AuditSession:
         path = log_file(self._run)
         # Records in the file that belong to no topic; impossible on Kafka.
         for line in [] if path is None else unreadable_records(path):
-            self._auditor.books.findings.add("records", "log", line)
+            self._auditor.findings.add("records", "log", line)
         look_path, mark = self._run.directory.path / FILE_NAME, file_identity(self._run)
         if (last := read_last_look(look_path)) is not None:
             self._auditor.compare(last, mark)
@@ -133,7 +133,7 @@ class AuditSession:
         return report
 
     def _talk(self, *, only_progress: bool = False) -> None:
-        violations = self._auditor.books.findings.violations
+        violations = self._auditor.findings.violations
         if not only_progress:
             for violation in violations[self._violations :]:
                 emit_line(violation.line)

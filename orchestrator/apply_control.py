@@ -63,6 +63,7 @@ from dora_pipe.schemas.control import (
     WorkerReady,
     decode_control,
 )
+from dora_pipe.schemas.topics import worker_name_error
 from dora_pipe.schemas.wire import Unknown
 
 REJECTION_CHARACTERS_MAX: Final = 300
@@ -174,6 +175,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         moves=MOVES in record.declares,
         kv_tokens=max(0, record.kv_tokens),
         colocated=record.colocated,
+        silent=bool(worker_name_error(record.worker)),  # its records would not be readable
     )
     # Partial rollout never uses older versions again.
     join_worker(

@@ -65,13 +65,8 @@ def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]
 
     Raises InvariantBroken; the state is then unusable.
     """
-    fold_inputs(state, round_, control)
+    fold_records(state, round_, [(offset, read_control(value)) for offset, value in control])
     fold_decisions(state, round_)
-    follow_chain(state, round_, control)
-
-
-def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
-    """Check the chain. Raises InvariantBroken."""
     folded = b"".join(fold_bytes(offset, value) for offset, value in control)
     if chain_of(state.chain, folded, round_) != round_.chain:
         raise InvariantBroken(
@@ -80,15 +75,10 @@ def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes
     state.chain = round_.chain
 
 
-def fold_inputs(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
-    """Apply records and observations, up to the state of the plan."""
-    fold_records(state, round_, ((offset, read_control(value)) for offset, value in control))
-
-
 def fold_records(
     state: State, round_: Round, control: Iterable[tuple[int, AnyControl | Unknown | SchemaError]]
 ) -> None:
-    """Apply `fold_inputs` to decoded records."""
+    """Apply control records and observations, up to the state of the plan."""
     _check_follows(state, round_)
     first = state.control_next
     for offset, record in control:

@@ -16,10 +16,10 @@ One = TypeVar("One", Incarnation, str)
 
 
 class Leases(Generic[One]):
-    """Last-heard times in monotonic ns; gaps above `gap_ns` do not count."""
+    """Last-heard times in monotonic ns; gaps above `gap_ns` do not count. A lease of None never
+    ends."""
 
-    def __init__(self, *, lease_ns: int, gap_ns: int) -> None:
-        self._lease_ns = lease_ns
+    def __init__(self, gap_ns: int) -> None:
         self._gap_ns = gap_ns
         self._turned_ns: int | None = None
         self._gaps_ns = 0
@@ -49,10 +49,12 @@ class Leases(Generic[One]):
             self._heard_ns.pop(key, None)
             self._heard_ns[key] = now_ns - self._gaps_ns
 
-    def expired(self, lives: Callable[[One], bool], now_ns: int) -> list[One]:
+    def expired(self, lives: Callable[[One], bool], now_ns: int, lease_ns: int | None) -> list[One]:
         """Return living entries with expired leases, sorted."""
         heard: dict[One, int] = self._heard_ns or {}
-        last_ns = now_ns - self._gaps_ns - self._lease_ns
+        if lease_ns is None:
+            return []
+        last_ns = now_ns - self._gaps_ns - lease_ns
         over: list[One] = list(takewhile(lambda key: heard[key] <= last_ns, heard))
         ended = sorted(filter(lives, over))
         for key in over:
@@ -66,8 +68,8 @@ class Leases(Generic[One]):
             heard = self._heard_ns.items()
             self._heard_ns = {key: heard_ns for key, heard_ns in heard if lives(key)}
 
-    def due_ns(self) -> int | None:
+    def due_ns(self, lease_ns: int | None) -> int | None:
         """Return the next expiry; None without leases."""
-        if self._held or not self._heard_ns:
+        if self._held or not self._heard_ns or lease_ns is None:
             return None
-        return next(iter(self._heard_ns.values())) + self._gaps_ns + self._lease_ns
+        return next(iter(self._heard_ns.values())) + self._gaps_ns + lease_ns

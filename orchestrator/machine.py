@@ -69,7 +69,7 @@ from dora_pipe.schemas.rounds import (
     fold_bytes,
     seal,
 )
-from dora_pipe.schemas.topics import Topics, worker_name_error
+from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
 
@@ -120,10 +120,11 @@ class OrchestratorMachine:
         self._cost = cost
         self._heartbeat_ns = int(timing.heartbeat_s * 1e9)
         self._period_ns = int(timing.plan_period_s * 1e9)
-        self._gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
-        lease_ns = int(timing.lease_s * 1e9)
-        self._leases = Leases[Incarnation](lease_ns=lease_ns, gap_ns=self._gap_ns)
-        self._times: Leases[str] | None = None
+        self._lease_ns = int(timing.lease_s * 1e9)
+        gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
+        self._leases = Leases[Incarnation](gap_ns)
+        self._times = Leases[str](gap_ns)
+        """Of generating groups."""
         self._statuses: dict[Incarnation, WorkerStatus] = {}
         self._pressures: dict[Incarnation, int] = {}
         self._off_engine: dict[Incarnation, int] = {}
@@ -142,7 +143,6 @@ class OrchestratorMachine:
         self._publish: list[Publish] = []
         self._effects: list[OrchestratorEffect] = []
         self._caught_up = False
-        self._misnamed: set[str] = set()
         self._held_back: list[str] = []
         """Topics with unreadable acknowledged records."""
         self._stopped = False
@@ -168,12 +168,10 @@ class OrchestratorMachine:
         """Return the next due time; 0 if a plan was cut short."""
         if self._more or self._started is None:
             return 0
-        lease_ns = self._leases.due_ns()
-        due_ns = self._schedule.due_ns
+        dues = [self._leases.due_ns(self._lease_ns), self._times.due_ns(self._group_timeout_ns)]
         if self._caught_up:
-            due_ns = min(due_ns, self._period_due_ns)
-        time_ns = None if self._times is None else self._times.due_ns()
-        return min([due_ns, *(due for due in (lease_ns, time_ns) if due is not None)])
+            dues.append(self._period_due_ns)
+        return min([self._schedule.due_ns, *(due for due in dues if due is not None)])
 
     def react(
         self, inputs: Sequence[LoopEvent | MetricsTrimmed], now: Now
@@ -183,8 +181,7 @@ class OrchestratorMachine:
         self._pace.begin()
         self._begin(now)
         self._leases.turn(now.mono_ns)
-        if self._times is not None:
-            self._times.turn(now.mono_ns)
+        self._times.turn(now.mono_ns)
         for event in inputs:
             if isinstance(event, Record):
                 self._read(event, now)
@@ -195,13 +192,12 @@ class OrchestratorMachine:
                     (worker.name, worker.incarnation) for worker in self.state.workers.values()
                 ]
                 self._leases.start(living, now.mono_ns)
-                self._time_groups(self.state.groups, now)
-                self._misnamed = {name for name in self.state.workers if worker_name_error(name)}
+                timed = () if self._group_timeout_ns is None else self.state.groups
+                self._times.start(timed, now.mono_ns)
             elif isinstance(event, HeldBack):
                 self._held_back = sorted({tp.topic for tp in event.partitions})
                 self._leases.hold(bool(event.partitions))
-                if self._times is not None:
-                    self._times.hold(bool(event.partitions))
+                self._times.hold(bool(event.partitions))
             elif isinstance(event, Published):
                 self._on_durable(event)
             elif isinstance(event, MetricsTrimmed):
@@ -242,7 +238,6 @@ class OrchestratorMachine:
         elif isinstance(decoded, WorkerJoined):
             self._leases.renew((decoded.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(decoded.worker))
-            self._misnamed |= {decoded.worker} if worker_name_error(decoded.worker) else set()
         elif isinstance(decoded, FROM_WORKERS):
             self._leases.renew((decoded.worker, decoded.incarnation), now.mono_ns)
         elif isinstance(decoded, StepCommitted):
@@ -302,12 +297,7 @@ class OrchestratorMachine:
             self._observed.append(Progressed(trajectory=trajectory, resume=resume))
 
     def _observe(self, now: Now) -> None:
-        ended = self._leases.expired(self._lives, now.mono_ns)
-        # Their records cannot be read. The fold ignores this rule, since old logs must replay.
-        misnamed = sorted(self._misnamed & self.state.workers.keys())
-        ended += [(name, self.state.workers[name].incarnation) for name in misnamed]
-        self._misnamed.clear()
-        for name, incarnation in dict.fromkeys(ended):
+        for name, incarnation in self._leases.expired(self._lives, now.mono_ns, self._lease_ns):
             self._observed.append(LeaseExpired(worker=name, incarnation=incarnation))
             self._note_lost(self.state.workers[name])
         for name, incarnation in filter(self._lives, self._pressures):
@@ -319,9 +309,8 @@ class OrchestratorMachine:
             change = OffEngine(worker=name, incarnation=incarnation, requests=requests)
             self._observed.append(change)
         self._pressures, self._off_engine = {}, {}
-        if self._times is not None:
-            over = self._times.expired(self._generates, now.mono_ns)
-            self._observed += [GroupExpired(group=name) for name in over]
+        over = self._times.expired(self._generates, now.mono_ns, self._group_timeout_ns)
+        self._observed += [GroupExpired(group=name) for name in over]
         if now.mono_ns >= self._period_due_ns:
             self._period_due_ns = now.mono_ns + self._period_ns
             self._observed.append(PlanPeriod())
@@ -333,18 +322,11 @@ class OrchestratorMachine:
         entry = self.state.groups.get(group)
         return entry is not None and entry.phase == "generating"
 
-    def _time_groups(self, names: Iterable[str], now: Now) -> None:
+    @property
+    def _group_timeout_ns(self) -> int | None:
         config = self.state.config
-        if config is None or config.rollout.group_timeout_s is None:
-            return
-        if self._times is None:
-            time_ns = int(config.rollout.group_timeout_s * 1e9)
-            self._times = Leases(lease_ns=time_ns, gap_ns=self._gap_ns)
-            self._times.turn(now.mono_ns)
-            self._times.hold(bool(self._held_back))
-            self._times.start((), now.mono_ns)
-        for name in names:
-            self._times.renew(name, now.mono_ns)
+        timeout_s = None if config is None else config.rollout.group_timeout_s
+        return None if timeout_s is None else int(timeout_s * 1e9)
 
     def _round(self, now: Now) -> None:
         state = self.state
@@ -356,11 +338,11 @@ class OrchestratorMachine:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         due = bool(state.trigger) and self._caught_up
-        plans = self._caught_up and not self._pace.skips_planning(state, self._folded)
+        plans = self._caught_up and not self._pace.skips_planning(self._folded)
         decisions = decide(state, samplers=self._samplers) if plans else []
-        self._time_groups(
-            (decision.spec.group for decision in decisions if isinstance(decision, Dispatch)), now
-        )
+        for decision in decisions if self._group_timeout_ns is not None else ():
+            if isinstance(decision, Dispatch):
+                self._times.renew(decision.spec.group, now.mono_ns)
         self._more = is_cut(decisions) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
@@ -415,8 +397,7 @@ class OrchestratorMachine:
             return
         if self._caught_up:
             self._effects += self._trims.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
-        if self._times is not None:
-            self._times.keep(self._generates)
+        self._times.keep(self._generates)
         self._statuses = {key: self._statuses[key] for key in filter(self._lives, self._statuses)}
         dues = self._press_due_ns
         self._press_due_ns = {key: dues[key] for key in filter(self._lives, dues)}
@@ -466,9 +447,6 @@ def _progress(state: State) -> tuple[int, bool, int]:
 FOLDED_BYTES_MAX: Final = 256 * 1024
 """Folded bytes above which a round does not plan."""
 
-UNSETTLED_MAX: Final = 1000
-"""Unsettled hashes above which a round does not plan."""
-
 FREED: Final = 64
 """Groups freed per turn."""
 
@@ -490,10 +468,8 @@ class Pace:
             self._spent += [state.groups[name] for name in names]
         self._spent += record.groups
 
-    def skips_planning(self, state: State, folded: Sequence[bytes]) -> bool:
+    def skips_planning(self, folded: Sequence[bytes]) -> bool:
         """Report whether this round skips planning; never twice in a row."""
         heavy = sum(map(len, folded)) > FOLDED_BYTES_MAX
-        digests = rounds_to_digest(state.rounds) == 0
-        digests = digests and state.leaves.unsettled > UNSETTLED_MAX
-        self._put_off = (heavy or digests) and not self._put_off
+        self._put_off = heavy and not self._put_off
         return self._put_off

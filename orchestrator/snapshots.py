@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from typing import Final, get_args, get_type_hints
 
 import msgspec
@@ -22,8 +21,8 @@ from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY, decode_round
 SNAPSHOT_EVERY: Final = 16 * STATE_DIGEST_EVERY
 """About 100 s; such rounds carry the digest anyway."""
 
-PIECE_BUCKETS: Final = 16
-"""Buckets per piece."""
+PIECE_LINES: Final = 512
+"""Entities per piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +46,14 @@ class Body:
     """
 
     head: bytes
-    buckets: list[dict[str, bytes]] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)
     """From `Leaves.settled`."""
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes in pieces, to unblock the loop."""
         yield self.head
-        for start in range(0, len(self.buckets), PIECE_BUCKETS):
-            buckets = self.buckets[start : start + PIECE_BUCKETS]
-            if piece := b"\n".join(chain.from_iterable(map(_LINES, buckets))):
-                yield b"\n" + piece
-
-    def joined(self) -> bytes:
-        return b"".join(self.pieces())
+        for start in range(0, len(self.lines), PIECE_LINES):
+            yield b"\n" + b"\n".join(self.lines[start : start + PIECE_LINES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +80,12 @@ _ENTITY: Final = {
     kind: msgspec.json.Decoder(get_args(_HINTS[table])[1]) for kind, table in TABLES.items()
 }
 _ENCODER: Final = msgspec.json.Encoder()
-_LINES: Final = dict[str, bytes].values
 
 
 def body_of(state: State) -> Body:
     """Return the state without derived fields."""
     head = _ENCODER.encode({name: getattr(state, name) for name in _SAVED})
-    return Body(head=head, buckets=state.leaves.settled(state))
+    return Body(head=head, lines=state.leaves.settled(state))
 
 
 def state_of(body: bytes) -> State:

@@ -105,29 +105,29 @@ def run_orchestrator(
             machine,
             bus=bus,
             writer=writer,
-            port=_ports(topics.run, snapshots, trimmed, clock),
+            port=OrchestratorPorts(
+                None if snapshots is None else SnapshotPort(snapshots, topics.run),
+                None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
+            ),
             clock=clock,
             meter=meter,
             exclusive=True,
             status=status,
             waiting=Tidying(),
-            kept=_partitions(bus, topics),
+            kept=[
+                TopicPartition(topic, number)
+                for topic in topics.all()
+                for number in range(bus.partitions(topic))
+            ],
         )
         with closing(runtime):
             runtime.run(stop)
-        return _unless_halted(machine.state, topics.run)
+        if halted := machine.state.failures.halted:
+            raise RunHalted(f"{topics.run}: {halted}", hint=HALTED_HINT)
+        return machine.state
     finally:
         status.close()
         writer.close()
-
-
-def _ports(
-    run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
-) -> OrchestratorPorts:
-    return OrchestratorPorts(
-        None if snapshots is None else SnapshotPort(snapshots, run),
-        None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
-    )
 
 
 class OrchestratorPorts(PortGroup[MetricsTrimmed]):
@@ -144,20 +144,6 @@ class OrchestratorPorts(PortGroup[MetricsTrimmed]):
         else:
             assert self._trims is not None
             self._trims.start(effect)
-
-
-def _partitions(bus: Bus, topics: Topics) -> list[TopicPartition]:
-    return [
-        TopicPartition(topic, number)
-        for topic in topics.all()
-        for number in range(bus.partitions(topic))
-    ]
-
-
-def _unless_halted(state: State, run: str) -> State:
-    if halted := state.failures.halted:
-        raise RunHalted(f"{run}: {halted}", hint=HALTED_HINT)
-    return state
 
 
 def start_machine(
@@ -182,10 +168,21 @@ def start_machine(
     if not recovered.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
     incarnation = recovered.incarnation + 1
-    sources = {} if samplers is None else dict(samplers.sources)
-    records = [_role_started(clock, instance, incarnation, sources)]
+    records: list[Control] = []
     if not recovered.run_started and run_started is not None:
-        records.insert(0, run_started)
+        records.append(run_started)
+    records.append(
+        RoleStarted(
+            at_ns=clock.wall_ns(),
+            role="orchestrator",
+            incarnation=incarnation,
+            instance=instance.name,
+            host=instance.host,
+            pid=instance.pid,
+            package=instance.package,
+            samplers={} if samplers is None else dict(samplers.sources),
+        )
+    )
     if resumed_by and recovered.state.failures.halted:
         records.append(Command(at_ns=clock.wall_ns(), user=resumed_by, verb="resume"))
     if not recovered.state.done:
@@ -204,21 +201,6 @@ def start_machine(
         cost=meter.cost,
         snapshot_every=0 if snapshots is None else SNAPSHOT_EVERY,
         metrics_keep_ns=metrics_keep_ns,
-        samplers=samplers,
-    )
-
-
-def _role_started(
-    clock: Clock, instance: Instance, incarnation: int, samplers: dict[str, str]
-) -> Control:
-    return RoleStarted(
-        at_ns=clock.wall_ns(),
-        role="orchestrator",
-        incarnation=incarnation,
-        instance=instance.name,
-        host=instance.host,
-        pid=instance.pid,
-        package=instance.package,
         samplers=samplers,
     )
 

@@ -15,6 +15,7 @@ from dora_pipe.audit.auditor import Auditor, audit
 from dora_pipe.audit.evidence import EvidenceBuffer
 from dora_pipe.audit.last_look import LastLook, changed_since
 from dora_pipe.audit.report import plain
+from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.base import EMPTY_POLLS_MAX, BusWrapper, ReaderWrapper
 from dora_pipe.bus.bus import Reader, TopicSpec
 from dora_pipe.bus.memory import MemoryBus
@@ -48,7 +49,7 @@ def test_memory_of_an_audit_follows_what_is_open(recorded: RecordedRun) -> None:
     old: list[int] = []
 
     def note() -> None:
-        ledger = auditor.books.ledger
+        ledger = auditor.ledger
         ended.append(len(ledger.accounts.groups) - len(ledger.accounts.open))
         ended.append(sum(worker.gone is not None for worker in ledger.accounts.workers.values()))
         old.extend([len(ledger.versions), len(ledger.steps), len(ledger.takes)])
@@ -184,7 +185,7 @@ def test_log_that_holds_records_back_is_slow_and_not_cut(held_back: bool) -> Non
 
     inner = MemoryBus()
     inner.create([TopicSpec(name="t", partitions=1)])
-    buffer = EvidenceBuffer()
+    buffer = EvidenceBuffer(SpillFile())
     buffer.begin(Slow(inner), "t", {0: 5}, opened=True)
     with nullcontext() if held_back else pytest.raises(BusError, match="no record came at"):
         buffer.read_all()

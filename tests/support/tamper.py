@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.fold import close_round, fold_inputs
+from dora_pipe.orchestrator.fold import close_round, fold_records
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
@@ -210,7 +211,7 @@ def _fold(state: State | None, round_: Round, control: list[tuple[int, bytes]]) 
     if state is None:
         return None
     try:
-        fold_inputs(state, round_, control)
+        fold_records(state, round_, [(offset, read_control(value)) for offset, value in control])
         for decision in round_.decisions:
             apply_decision(state, decision)
     except InvariantBroken:

@@ -243,14 +243,12 @@ def _expired_fails(patches: Patches) -> None:
 
 
 def _expires_early(patches: Patches) -> None:
-    right = machine.OrchestratorMachine._time_groups
+    right = vars(machine.OrchestratorMachine)["_group_timeout_ns"].fget
 
-    def time_groups(self: Any, names: Any, now: Any) -> None:
-        right(self, names, now)
-        if self._times is not None:
-            self._times._lease_ns = int(self.state.config.rollout.group_timeout_s * 5e8)
+    def timeout_ns(self: Any) -> int | None:
+        return None if (whole_ns := right(self)) is None else whole_ns // 2
 
-    patches.put(machine.OrchestratorMachine, "_time_groups", time_groups)
+    patches.put(machine.OrchestratorMachine, "_group_timeout_ns", property(timeout_ns))
 
 
 # Requests and workers

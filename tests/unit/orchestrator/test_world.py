@@ -257,7 +257,7 @@ def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind:
     world.run(seconds=FAULTY_S)
     finish(world)
     for logged_round in read_rounds(world.bus, world.topics):
-        again = state_of(body_of(state).joined())
+        again = state_of(b"".join(body_of(state).pieces()))
         for element in (state, again):
             for record in logged_round.control:
                 apply_control(element, record.offset, read_control(record.value))

@@ -77,7 +77,7 @@ def _drain(state: State, args: dict[str, Any]) -> str:
     for worker in state.workers.values():
         if worker.drain == "no" and name in (None, worker.name):
             worker.drain = "asked"
-            state.mark(worker)
+            state.touch(worker)
     state.trigger = "a user drains workers"
     return ""
 

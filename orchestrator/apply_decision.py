@@ -23,9 +23,9 @@ from dora_pipe.orchestrator.curriculum import (
     evaluation_group,
     evaluation_rows,
     next_row,
-    skip,
 )
 from dora_pipe.orchestrator.entities import UNTAKEN, Group, Request, Training, Verdict, Worker
+from dora_pipe.orchestrator.rows import Curriculum
 from dora_pipe.orchestrator.serving import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_part, redundant
 from dora_pipe.orchestrator.state import State
@@ -33,11 +33,9 @@ from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,
     assign,
-    begin_scoring,
     close_worker,
     drop,
     end_parts,
-    end_redundant,
     forget,
     give_up_parts,
     halt_now,
@@ -96,33 +94,33 @@ def _dispatch(state: State, decision: Dispatch) -> None:
     spec = decision.spec
     _require(not state.paused, f"{spec.group}: the run is paused")
     if spec.purpose == "train":
-        row = next_training_row(state, chosen=spec.index)
-        data = train_data(state, spec.task)
-        _require(0 <= row.index < data.rows, f"{spec.group} names an unknown row")
-        _require(spec == train_spec(state, row), f"{spec.group} is not the next group")
-        _require(decision.skipped == row.skipped, f"{spec.group} skips unexpected rows")
-        _require(may_admit(state.deadlines, state.standing()), f"{spec.group} violates C3")
-    else:
-        _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
-        _require(spec == eval_spec(state), f"{spec.group} is not the next group")
-    dispatch(state, spec, decision.skipped)
-
-
-def dispatch(state: State, spec: GroupSpec, skipped: tuple[int, ...] = ()) -> None:
-    """Admit the next group, skipping rows; the caller has checked it."""
-    if spec.purpose == "train":
-        skip(state, spec.source, skipped)
-        state.ordinal += 1
-        state.counters.dispatched += 1
-        if spec.task:
-            state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
+        _dispatch_train(state, decision)
     else:
         _dispatch_row(state, spec)
     admit(state, spec)
 
 
+def _dispatch_train(state: State, decision: Dispatch) -> None:
+    spec = decision.spec
+    row = next_training_row(state, chosen=spec.index)
+    data = train_data(state, spec.task)
+    _require(0 <= row.index < data.rows, f"{spec.group} names an unknown row")
+    _require(spec == train_spec(state, row), f"{spec.group} is not the next group")
+    _require(decision.skipped == row.skipped, f"{spec.group} skips unexpected rows")
+    _require(may_admit(state.deadlines, state.standing()), f"{spec.group} violates C3")
+    if decision.skipped:
+        curriculum = state.curricula.setdefault(spec.source, Curriculum())
+        curriculum.passed += len(decision.skipped)
+    state.ordinal += 1
+    state.counters.dispatched += 1
+    if spec.task:
+        state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
+
+
 def _dispatch_row(state: State, spec: GroupSpec) -> None:
     due = next_evaluation(state)
+    _require(due is not None, f"{spec.group}: no evaluation is due")
+    _require(spec == eval_spec(state), f"{spec.group} is not the next group")
     if state.eval_row == 0 and _is_watched(state, spec):
         state.watched = watched.begun(state.watched, spec.version)
     state.eval_ordinal += 1
@@ -243,7 +241,7 @@ def _drain(state: State, decision: Drain) -> None:
     worker = _worker(state, decision.worker, decision.incarnation)
     _require(worker.drain == "asked", f"{worker.name} has no drain request")
     worker.drain = "told"
-    state.mark(worker)
+    state.touch(worker)
 
 
 def _fence(state: State, decision: Fence) -> None:
@@ -263,7 +261,9 @@ def _score_group(state: State, decision: ScoreGroup) -> None:
     _require(same, f"{name} has other trajectories, or this is not the next attempt")
     asked = sum(scoring.by(worker) for scoring in state.scoring.values())
     _require(asked < scoring.GROUPS_MAX, f"{worker.name} scores {asked} groups already")
-    begin_scoring(state, group, worker)
+    state.scoring[name].attempt += 1
+    state.scoring[name].worker = worker.name
+    state.scoring[name].incarnation = worker.incarnation
 
 
 def _take_part(state: State, decision: TakePart) -> None:
@@ -331,7 +331,18 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     _require(decision.in_flight == in_flight_due(state), "unexpected in-flight limit")
     for taken in decision.groups:
         _as_finished(state, taken)
-    take_batch(state, decision)
+    state.in_flight = in_flight_after(state) or state.in_flight
+    held = len(state.in_parts)
+    end_parts(state)
+    for group in decision.groups[held:]:
+        take_group(state, state.groups[group.group])
+    in_order = sorted(decision.groups, key=attrgetter("group"))
+    state.training = Training(
+        step=decision.step,
+        attempt=decision.attempt,
+        digest=lines_digest(state.leaves.batch_lines(group) for group in in_order),
+        groups=tuple(group.group for group in decision.groups),
+    )
 
 
 def _of_next_step(state: State, decision: TakeBatch) -> None:
@@ -345,22 +356,6 @@ def _as_finished(state: State, taken: TakenGroup) -> None:
     group = _group(state, taken.group)
     _require(group.taken() == taken, f"{taken.group} has other trajectories")
     _require(taken.group not in state.redundant, f"{taken.group} has trajectories left")
-
-
-def take_batch(state: State, decision: TakeBatch) -> None:
-    """Take the next batch; the caller has verified it."""
-    state.in_flight = in_flight_after(state) or state.in_flight
-    held = len(state.in_parts)
-    end_parts(state)
-    for group in decision.groups[held:]:
-        take_group(state, state.groups[group.group])
-    in_order = sorted(decision.groups, key=attrgetter("group"))
-    state.training = Training(
-        step=decision.step,
-        attempt=decision.attempt,
-        digest=lines_digest(state.leaves.batch_lines(group) for group in in_order),
-        groups=tuple(group.group for group in decision.groups),
-    )
 
 
 def _end(state: State, decision: End) -> None:
@@ -397,8 +392,9 @@ def _end_samples(state: State, decision: EndSamples) -> None:
     )
     same = decision.samples == missing_samples(group)
     _require(same, f"{decision.group} has other trajectories left")
-    _not_running(state, group)
-    end_redundant(state, group)
+    del state.redundant[decision.group]
+    for name in _not_running(state, group):
+        drop(state, name)
 
 
 def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None:

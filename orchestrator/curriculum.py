@@ -136,12 +136,6 @@ def count_pending(state: State, source: str) -> None:
     state.weights.pop(source, None)
 
 
-def skip(state: State, source: str, skipped: Sequence[int]) -> None:
-    """Skip rows for the dispatched group."""
-    if skipped:
-        state.curricula.setdefault(source, Curriculum()).passed += len(skipped)
-
-
 def row_key(source: str, index: int) -> str:
     """Return the key of a row: ``row_key("train/math", 17) == "train/math#17"``."""
     return f"{source}#{index}"

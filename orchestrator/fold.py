@@ -57,7 +57,7 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
             note_off_engine(state, worker, observation.requests)
         else:
             worker.silent = True
-            state.mark(worker)
+            state.touch(worker)
 
 
 def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:

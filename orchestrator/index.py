@@ -74,10 +74,6 @@ class Index:
     """Workers that may be reassigned."""
     emptying: dict[str, Worker] = field(default_factory=dict)
     """Workers whose requests all move away, not to sleep."""
-    silent: dict[str, Worker] = field(default_factory=dict)
-    """Workers to fence."""
-    draining: dict[str, Worker] = field(default_factory=dict)
-    pressed: dict[str, Worker] = field(default_factory=dict)
     colocated: dict[str, Worker] = field(default_factory=dict)
     """Colocated workers."""
     generating: dict[int, dict[str, None]] = field(default_factory=dict)
@@ -109,20 +105,10 @@ class Index:
             empties = bool(worker.leaving) and not worker.present and target != NO_VERSION
             _keep(self.emptying, worker, empties)
 
-    def mark(self, worker: Worker) -> None:
-        """Do `touch`, and update silence, drain, pressure."""
-        self.touch(worker)
-        _keep(self.silent, worker, worker.silent)
-        _keep(self.draining, worker, worker.drain != "no")
-        _keep(self.pressed, worker, worker.pressed > 0)
-        _keep(self.colocated, worker, worker.colocated)
-
     def remove(self, worker: Worker) -> None:
-        before = self._seen.pop(worker.name)
-        self._withdraw(worker, before)
-        lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.colocated)
-        for kept in lists:
-            kept.pop(worker.name, None)
+        self._withdraw(worker, self._seen.pop(worker.name))
+        for workers in (self.idle, self.emptying, self.colocated):
+            workers.pop(worker.name, None)
 
     def begin(self, spec: GroupSpec) -> None:
         """Add a training group, in dispatch order."""
@@ -147,6 +133,8 @@ class Index:
     def _rehost(self, worker: Worker, before: _Seen | None, target: int | None, load: int) -> None:
         if before is not None:
             self._withdraw(worker, before)
+        elif worker.colocated:
+            self.colocated[worker.name] = worker
         free = worker.free
         self._seen[worker.name] = _Seen(target, load, free, worker.slots)
         if target is None:

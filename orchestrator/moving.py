@@ -90,8 +90,7 @@ def _to_sleep(state: State) -> Iterator[Moved]:
 
 def _drained(state: State) -> Iterator[Moved]:
     free_slots: dict[int, _FreeSlots] = {}
-    for name in sorted(state.index.draining):
-        worker = state.index.draining[name]
+    for name, worker in sorted(state.workers.items()):
         if worker.drain == "told" and worker.moves:
             yield from _off(state, worker, staying(state, worker), free_slots, f"{name} is drained")
 
@@ -100,9 +99,8 @@ def _relieved(state: State) -> Iterator[Moved]:
     """Move the newest requests: they have the least to transfer."""
     assert state.config is not None
     free_slots: dict[int, _FreeSlots] = {}
-    for name in sorted(state.index.pressed):
-        worker = state.index.pressed[name]
-        if worker.leaving or not worker.moves or not worker.requests:
+    for name, worker in sorted(state.workers.items()):
+        if not worker.pressed or worker.leaving or not worker.moves or not worker.requests:
             continue
         most = RELIEF * KV_PRESSURE * worker.kv_tokens
         share = 1 - most / worker.pressed

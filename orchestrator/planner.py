@@ -18,7 +18,6 @@ from dora_pipe.config.logged import settings_in_force
 from dora_pipe.orchestrator import colocated, serving, state_ops
 from dora_pipe.orchestrator.apply_decision import (
     apply_decision,
-    dispatch,
     eval_spec,
     evaluation_due,
     may_cancel,
@@ -26,7 +25,6 @@ from dora_pipe.orchestrator.apply_decision import (
     part_due,
     part_key,
     pinned,
-    take_batch,
     train_spec,
 )
 from dora_pipe.orchestrator.colocated import batch_due
@@ -103,18 +101,6 @@ class Draft:
         self._decisions.append(decision)
         self._size += size_of([decision])
 
-    def take(self, decision: TakeBatch) -> None:
-        """Take a batch built from this state."""
-        take_batch(self.state, decision)
-        self._decisions.append(decision)
-        self._size += size_of([decision])
-
-    def dispatch(self, spec: GroupSpec, reason: str, skipped: tuple[int, ...] = ()) -> None:
-        """Admit a group built for this state."""
-        dispatch(self.state, spec, skipped)
-        self._decisions.append(Dispatch(spec=spec, reason=reason, skipped=skipped))
-        self._size += 1
-
     def schedule(self, trajectory: str, worker: Worker, reason: str) -> None:
         """Place a queued request on a worker with room.
 
@@ -176,9 +162,10 @@ def may_still_admit(state: State) -> int:
 
 
 def _fence(draft: Draft) -> None:
-    for name, worker in sorted(draft.state.index.silent.items()):
-        why = worker_name_error(name) or "nothing heard for a lease"
-        draft.add(Fence(worker=name, incarnation=worker.incarnation, reason=why))
+    silent = [worker for worker in draft.state.workers.values() if worker.silent]
+    for worker in sorted(silent, key=lambda worker: worker.name):
+        why = worker_name_error(worker.name) or "nothing heard for a lease"
+        draft.add(Fence(worker=worker.name, incarnation=worker.incarnation, reason=why))
 
 
 def _end_samples(draft: Draft) -> None:
@@ -289,7 +276,7 @@ def _take_batch(draft: Draft) -> None:
     in_flight = state_ops.in_flight_due(state)
     reason = f"{len(state.finished)} groups finished; the earliest deadlines go first"
     reason += f"; {in_flight:g} batches in flight from now on" if in_flight else ""
-    draft.take(
+    draft.add(
         TakeBatch(
             step=standing.step,
             attempt=state.attempt,
@@ -321,12 +308,9 @@ def _take_parts(draft: Draft) -> None:
 
 
 def _drain(draft: Draft) -> None:
-    draining = draft.state.index.draining
-    for name in sorted(draining):
-        if draining[name].drain == "asked":
-            draft.add(
-                Drain(worker=name, incarnation=draining[name].incarnation, reason="a user asked")
-            )
+    asked = [worker for worker in draft.state.workers.values() if worker.drain == "asked"]
+    for worker in sorted(asked, key=lambda worker: worker.name):
+        draft.add(Drain(worker=worker.name, incarnation=worker.incarnation, reason="a user asked"))
 
 
 def _send_to_sleep(draft: Draft) -> None:
@@ -354,7 +338,8 @@ def _dispatch_evaluation(draft: Draft) -> None:
     if state.paused or draft.full:
         return
     while evaluation_due(state):
-        draft.dispatch(eval_spec(state), f"evaluation of version {state.version}")
+        reason = f"evaluation of version {state.version}"
+        draft.add(Dispatch(spec=eval_spec(state), reason=reason))
 
 
 def _assign(draft: Draft) -> None:
@@ -456,7 +441,7 @@ def _admit(draft: Draft) -> None:
             row = next_training_row(state, samplers=draft.samplers)
             spec = train_spec(state, row)
             reason += f", {room} more may follow{row.why}"
-            draft.dispatch(spec, reason, row.skipped)
+            draft.add(Dispatch(spec=spec, reason=reason, skipped=row.skipped))
         draft.schedule(state.queues[state.version][0].trajectory, worker, "its group is admitted")
 
 

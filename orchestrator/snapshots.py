@@ -32,11 +32,6 @@ class Snapshot:
     state: State
     offset: int
 
-    @property
-    def decisions_next(self) -> int:
-        """Next position in decisions."""
-        return self.offset + 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
@@ -111,7 +106,7 @@ def _follow(state: State) -> None:
             spec = state.groups[request.group].spec
             push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     for worker in state.workers.values():
-        state.index.mark(worker)
+        state.index.touch(worker)
     for group in state.groups.values():
         if group.spec.purpose == "train" and group.phase in ("generating", "scoring"):
             state.index.begin(group.spec)

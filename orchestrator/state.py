@@ -3,7 +3,7 @@
 Rules:
 
 1. Only `apply_control`, `apply_decision` and `state_ops` change the state.
-2. Call `State.touch` (or `mark`) after changing a worker, `leaves.touch` after changing a group or
+2. Call `State.touch` after changing a worker, `leaves.touch` after changing a group or
    request.
 3. Groups, requests and workers have `gc=False`, because collecting them takes longer than a round.
    Never let a cycle go through them.
@@ -219,11 +219,6 @@ class State:
     def touch(self, worker: Worker) -> None:
         """Record that a worker joined or changed."""
         self.index.touch(worker)
-        self._touch_leaves(worker)
-
-    def mark(self, worker: Worker) -> None:
-        """Like `touch`, for silence, drain and pressure."""
-        self.index.mark(worker)
         self._touch_leaves(worker)
 
     def remove(self, worker: Worker) -> None:

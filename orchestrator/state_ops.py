@@ -177,13 +177,6 @@ def _mark_redundant(state: State, group: Group, outcome: SampleOutcome) -> None:
         state.redundant[group.spec.group] = outcome
 
 
-def end_redundant(state: State, group: Group) -> None:
-    """Drop unneeded trajectories; none is running."""
-    del state.redundant[group.spec.group]
-    for name in open_samples(state, group):
-        drop(state, name)
-
-
 def missing_samples(group: Group) -> tuple[int, ...]:
     """Return the sample indexes without a result."""
     return tuple(sample for sample, result in enumerate(group.results) if result is None)
@@ -216,13 +209,6 @@ def _settle(
         if verdict.outcome == "failed":
             verdict = Verdict(outcome="failed", why=verdict.why, error=error, trajectory=trajectory)
         set_ending(state, group, verdict)
-
-
-def begin_scoring(state: State, group: Group, worker: Worker) -> None:
-    """Record the scoring worker."""
-    scoring = state.scoring[group.spec.group]
-    scoring.attempt += 1
-    scoring.worker, scoring.incarnation = worker.name, worker.incarnation
 
 
 def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> None:
@@ -275,7 +261,7 @@ def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
     state.workers[worker.name] = worker
     if versions > 1:
         state.residents[worker.name] = Residence(most=versions)
-    state.mark(worker)
+    state.touch(worker)
     state.trigger = f"{worker.name} joined"
 
 
@@ -309,7 +295,7 @@ def press(state: State, worker: Worker, used_tokens: int) -> None:
     """Record pressure on the KV cache; clear it below the threshold."""
     threshold = KV_PRESSURE * worker.kv_tokens
     worker.pressed = used_tokens if worker.requests and used_tokens > threshold > 0 else 0
-    state.mark(worker)
+    state.touch(worker)
     state.trigger = f"the KV cache of {worker.name} holds {used_tokens} tokens"
 
 
@@ -506,7 +492,7 @@ def _take_off(state: State, trajectory: str, request: Request) -> None:
             state.trigger = f"{worker.name} is idle"
             if worker.pressed:
                 worker.pressed = 0
-                state.mark(worker)
+                state.touch(worker)
     request.worker, request.incarnation = "", -1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
@@ -18,19 +17,6 @@ from dora_pipe.schemas.metrics import Blocker
 
 NAMED_MAX: Final = 3
 """Groups named in a sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocking:
-    """Groups that block progress."""
-
-    first: list[Group]
-    """Blocking groups with the earliest deadlines."""
-    count: int
-    lacks: int = 0
-    """Number that suffices."""
-    until: int | None = None
-    """Step by which they are due; None for any."""
 
 
 def waits(
@@ -87,11 +73,12 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
         blockers_ = [Blocker("worker", name) for name in asleep_next[:BLOCKERS_MAX]]
         more = len(asleep_next) - len(blockers_)
         return _still("colocated", words, str(step), "work", blockers_, more=more)
-    blocking = blockers(state, BLOCKERS_MAX)
-    if blocking.count:
-        named = [Blocker("group", group.spec.group) for group in blocking.first]
-        more = blocking.count - len(named)
-        words = _names(blocking) + (f", for part {len(state.parts)}" if in_parts(state) else "")
+    groups, count = blocking_groups(state, BLOCKERS_MAX)
+    if groups:
+        named = [Blocker("group", group.spec.group) for group in groups]
+        more = count - len(named)
+        words = _names(groups, count)
+        words += f", for part {len(state.parts)}" if in_parts(state) else ""
         return _still("groups", words, str(state.version), "work", named, since_ns, more)
     if state.paused:
         return _still("pause", "the end of a pause", "", "free", [Blocker("user", "resume")])
@@ -147,13 +134,14 @@ def _still(
     )
 
 
-def blockers(state: State, most: int) -> Blocking:
-    """Return blocking groups, naming `most`; open evaluation groups at the end of the run."""
+def blocking_groups(state: State, most: int) -> tuple[list[Group], int]:
+    """Return at most `most` groups that block progress, earliest deadlines first, and their number;
+    at the end of the run, open evaluation groups."""
     standing = state.standing()
     if standing.step >= standing.steps:
         groups = state.groups.values()
         first = heapq.nsmallest(most, groups, key=lambda group: group.key)
-        return Blocking(first=first, count=len(groups))
+        return first, len(groups)
     lacks = lacking(
         state.finished,
         state.deadlines,
@@ -167,12 +155,8 @@ def blockers(state: State, most: int) -> Blocking:
         version for version in sorted(generating) if lacks.until is None or version <= lacks.until
     ]
     names = islice(chain.from_iterable(generating[version] for version in due), most)
-    return Blocking(
-        first=[state.groups[name] for name in names],
-        count=sum(len(generating[version]) for version in due),
-        lacks=lacks.count,
-        until=lacks.until,
-    )
+    count = sum(len(generating[version]) for version in due)
+    return [state.groups[name] for name in names], count
 
 
 def in_parts(state: State) -> bool:
@@ -180,9 +164,9 @@ def in_parts(state: State) -> bool:
     return bool(state.parts or part_size(state))
 
 
-def _names(blocking: Blocking) -> str:
-    names = ", ".join(_words(group) for group in blocking.first[:NAMED_MAX])
-    more = blocking.count - NAMED_MAX
+def _names(groups: Sequence[Group], count: int) -> str:
+    names = ", ".join(map(_words, groups[:NAMED_MAX]))
+    more = count - NAMED_MAX
     return f"groups {names}" + (f" and {more} more" if more > 0 else "")
 
 

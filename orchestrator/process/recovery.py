@@ -40,20 +40,10 @@ class ReadRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """Round and the shared state after it."""
-
-    read_round: ReadRound
-    state: State
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """State after the last round, and the content of control."""
 
     state: State
-    control_next: int
-    decisions_next: int
     run_started: bool
     incarnation: int
     """Newest orchestrator incarnation in control; -1 if none."""
@@ -88,26 +78,15 @@ def read_rounds(
         control.close()
 
 
-def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterator[Folded]:
-    """Yield every round with the state after it. Raises InvariantBroken and errors of
-    `read_rounds`."""
-    state = State() if start is None else start.state
-    decisions_from = 0 if start is None else start.decisions_next
+def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
+    """Fold the log from the newest valid snapshot or the beginning. Raises InvariantBroken and
+    errors of `read_rounds`."""
+    start = None if snapshots is None else _begin(bus, topics, snapshots)
+    state, decisions_from = (State(), 0) if start is None else (start.state, start.offset + 1)
     for read in read_rounds(
         bus, topics, decisions_from=decisions_from, control_from=state.control_next
     ):
         fold_round(state, read.round, read.folded())
-        yield Folded(read_round=read, state=state)
-
-
-def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
-    """Fold the log from the newest valid snapshot or the beginning."""
-    start = None if snapshots is None else _begin(bus, topics, snapshots)
-    state, decisions_next = State(), 0
-    if start is not None:
-        state, decisions_next = start.state, start.decisions_next
-    for folded in fold_log(bus, topics, start):
-        state, decisions_next = folded.state, folded.read_round.offset + 1
     run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
     for record in records_of(bus, {control: bus.end(control)}, start=state.control_next):
@@ -115,13 +94,7 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
         run_started = run_started or isinstance(decoded, RunStarted)
         if isinstance(decoded, RoleStarted) and decoded.role == "orchestrator":
             incarnation = max(incarnation, decoded.incarnation)
-    return Recovered(
-        state=state,
-        control_next=state.control_next,
-        decisions_next=decisions_next,
-        run_started=run_started,
-        incarnation=incarnation,
-    )
+    return Recovered(state=state, run_started=run_started, incarnation=incarnation)
 
 
 def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:

@@ -10,7 +10,9 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.ledger.history import Moment
-from dora_pipe.orchestrator.process.recovery import fold_log, read_rounds
+from dora_pipe.orchestrator.fold import fold_round
+from dora_pipe.orchestrator.process.recovery import read_rounds
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Migrate, Schedule
 from tests.support.cluster import Cluster, SimulatedParts, make_config
@@ -50,8 +52,9 @@ def test_audit_is_clean_and_plans_can_be_made_again(cluster: Cluster) -> None:
 
 def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: Cluster) -> None:
     most = beside = 0
-    for folded in fold_log(cluster.bus, cluster.topics):
-        state = folded.state
+    state = State()
+    for read in read_rounds(cluster.bus, cluster.topics):
+        fold_round(state, read.round, read.folded())
         for name, residence in state.residents.items():
             most = max(most, len(residence.held))
             here = state.workers[name].requests

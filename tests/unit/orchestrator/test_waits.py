@@ -6,7 +6,7 @@ import pytest
 
 from dora_pipe.orchestrator.entities import Worker
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.waits import admission_limit, blockers, waits
+from dora_pipe.orchestrator.waits import admission_limit, blocking_groups, waits
 from dora_pipe.schemas.metrics import Blocker
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
@@ -48,11 +48,8 @@ def test_only_the_groups_that_block_the_step_are_named() -> None:
     stage.finish("g0000000002-000")
     stage.settle()
     assert stage.state.training is None
-    actual_blockers = blockers(stage.state, 4)
-    assert ([group.spec.group for group in actual_blockers.first], actual_blockers.count) == (
-        ["g0000000001"],
-        1,
-    )
+    groups, count = blocking_groups(stage.state, 4)
+    assert ([group.spec.group for group in groups], count) == (["g0000000001"], 1)
     assert waits_for(stage.state) == "groups g0000000001 (version 0, 1 of 1 open)"
 
 

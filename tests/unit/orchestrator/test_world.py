@@ -161,9 +161,6 @@ def check_index(state: State) -> None:
     for result, expected in (
         (index.idle, idle),
         (index.emptying, emptying),
-        (index.silent, [worker for worker in workers if worker.silent]),
-        (index.draining, [worker for worker in workers if worker.drain != "no"]),
-        (index.pressed, [worker for worker in workers if worker.pressed]),
         (index.colocated, [worker for worker in workers if worker.colocated]),
     ):
         assert result == {entry.name: entry for entry in expected}

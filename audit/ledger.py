@@ -361,11 +361,8 @@ class Ledger:
             self._wrong(moment, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
             return
         take = batch.take
-        why = "; ".join(
-            f"{offender.trajectory or offender.group}: {offender.reason}"
-            for offender in fact.offenders
-        )
-        self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+        refused = Attempted(step=fact.step, attempt=fact.attempt, why=fact.why)
+        self.not_trained.append(refused)
         self.legality.refused(fact, take)
         for taken in take.groups:
             group = self.accounts.open.get(taken.group)

@@ -376,7 +376,10 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _waited(waits: RoleWaits) -> tuple[str, str, str, str]:
-    most = f"{waits.waits[0][0]}: {duration(waits.waits[0][1])}" if waits.waits else ""
+    most = ""
+    if waits.waits:
+        _, cause, seconds = waits.waits[0]
+        most = f"{cause}: {duration(seconds)}"
     return waits.role, duration(waits.waited_s), f"{waits.share(waits.waited_s):.0%}", most
 
 

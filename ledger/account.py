@@ -282,19 +282,14 @@ class RunAccount:
         if group is None:
             return []
         self._forget(group)
-        if decision.outcome == "evaluated" and self.started is not None:
-            note_end(group, self.started)
         ended = GroupEnded(group=group, outcome=decision.outcome, why=why, ended_ns=now_ns)
-        return [ended, *self._evaluated(ended)] if ended.outcome == "evaluated" else [ended]
-
-    def _evaluated(self, ended: GroupEnded) -> list[LedgerEvent]:
-        if self.started is None:
-            return []
-        group = ended.group
+        if decision.outcome != "evaluated" or self.started is None:
+            return [ended]
+        note_end(group)
         evaluation = self._evaluating.ended(
-            self.started, group.spec, samples_of(group.results), ended.ended_ns
+            self.started, group.spec, samples_of(group.results), now_ns
         )
-        return [] if evaluation is None else [evaluation]
+        return [ended] if evaluation is None else [ended, evaluation]
 
     def _taken(self, take: TakeBatch, round_: Round) -> list[LedgerEvent]:
         why = f"attempt {take.attempt} was taken"
@@ -359,11 +354,7 @@ class RunAccount:
         take = None if self.batch is None else self.batch.take
         if take is None or (take.step, take.attempt) != (fact.step, fact.attempt):
             return []
-        why = "; ".join(
-            f"{offender.trajectory or offender.group}: {offender.reason}"
-            for offender in fact.offenders
-        )
-        return self._end_batch("refused", why, fact.at_ns)
+        return self._end_batch("refused", fact.why, fact.at_ns)
 
     def _end_batch(
         self, outcome: Literal["refused", "overtaken", "failed"], why: str, at_ns: int

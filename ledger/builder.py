@@ -152,7 +152,7 @@ class CatalogueBuilder:
             case RunStarted() if self.account.started is None:
                 self._published(0, fact.policy.digest, fact.at_ns)
             case WorkerJoined():
-                self._said(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
+                self._event(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
             case WorkerReady():
                 worker = self.account.workers.get(fact.incarnation)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
@@ -166,17 +166,16 @@ class CatalogueBuilder:
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)
                 self._rows.append(row)
             case RoleStarted():
-                self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.incarnation}")
-            case BatchRefused():
-                why = "; ".join(
-                    f"{offender.group}: {offender.reason}" for offender in fact.offenders
+                self._event(
+                    fact.at_ns, "role-started", fact.role, f"incarnation {fact.incarnation}"
                 )
-                self._said(fact.at_ns, "batch-refused", f"step {fact.step}", why)
+            case BatchRefused():
+                self._event(fact.at_ns, "batch-refused", f"step {fact.step}", fact.why)
             case Command():
                 description = f"by {fact.user}: {canonical(fact.args).decode()}"
-                self._said(fact.at_ns, "command", fact.verb, description)
+                self._event(fact.at_ns, "command", fact.verb, description)
             case WeightsAdopted():
-                self._said(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.reason)
+                self._event(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.reason)
             case _:
                 pass
         self._happened(self.account.fact(offset, fact))
@@ -187,9 +186,8 @@ class CatalogueBuilder:
         for observation in round_.observations:
             who = next(filter(None, (getattr(observation, name, "") for name in _WHO)), "")
             if who:
-                self._event(
-                    round_.now_ns, round_.ordinal, kebab(type(observation).__name__), who, ""
-                )
+                kind = kebab(type(observation).__name__)
+                self._event(round_.now_ns, kind, who, "", round_.ordinal)
         for decision in round_.decisions:
             if isinstance(decision, Dispatch):
                 self._skipped(decision, round_)
@@ -214,18 +212,17 @@ class CatalogueBuilder:
         self.first_ns = min(self.first_ns, at_ns) if self.first_ns else at_ns
         self.last_ns = max(self.last_ns, at_ns)
 
-    def _event(self, at_ns: int, round_: int | None, kind: str, subject: str, reason: str) -> None:
+    def _event(
+        self, at_ns: int, kind: str, subject: str, reason: str, round_: int | None = None
+    ) -> None:
         row = EventRow(at_ns=at_ns, round=round_, kind=kind, subject=subject, reason=reason)
         self._rows.append(row)
-
-    def _said(self, at_ns: int, kind: str, subject: str, reason: str) -> None:
-        self._event(at_ns, None, kind, subject, reason)
 
     def _skipped(self, decision: Dispatch, round_: Round) -> None:
         spec = decision.spec
         for row in decision.skipped:
             who, why = f"{spec.source}#{row}", f"it is solved; {spec.group} is dispatched"
-            self._event(round_.now_ns, round_.ordinal, "row-skipped", who, why)
+            self._event(round_.now_ns, "row-skipped", who, why, round_.ordinal)
 
     def _decided(self, decision: AnyDecision, round_: Round) -> None:
         match decision:
@@ -238,7 +235,7 @@ class CatalogueBuilder:
             case _:
                 subject = getattr(decision, "trajectory", "") or getattr(decision, "worker", "")
         kind = kebab(type(decision).__name__)
-        self._event(round_.now_ns, round_.ordinal, kind, subject, decision.reason)
+        self._event(round_.now_ns, kind, subject, decision.reason, round_.ordinal)
 
     def _published(self, version: int, digest: str, at_ns: int) -> None:
         self._rows.append(VersionRow(version=version, digest=digest, published_ns=at_ns))
@@ -272,7 +269,7 @@ class CatalogueBuilder:
     def _gone(self, event: WorkerGone) -> None:
         self._rows.append(_worker_row(event.worker))
         if event.gone.how == "left":
-            self._said(event.gone.at_ns, "worker-left", event.worker.name, event.gone.why)
+            self._event(event.gone.at_ns, "worker-left", event.worker.name, event.gone.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
         lineage = fact.lineage

@@ -16,7 +16,6 @@ from dora_pipe.ledger.evaluations import Sample, part_means, samples_of
 from dora_pipe.ledger.marks import Stop, stopped_ns
 from dora_pipe.schemas.control import (
     GroupScored,
-    RunStarted,
     ScoredSample,
     TakenTrajectory,
     TrajectoryLogged,
@@ -439,9 +438,9 @@ def note_scores(group: GroupHistory, fact: GroupScored) -> None:
         _count(group.requests[sample.trajectory], sample.reward, sample.parts)
 
 
-def note_end(group: GroupHistory, started: RunStarted) -> None:
+def note_end(group: GroupHistory) -> None:
     """Note an evaluation group's end; without scores none of its trajectories count."""
-    if group.spec.source in started.scored_together and group.scores is None:
+    if group.scoring is not None and group.scoring.answer is None:
         for request in group.requests.values():
             _count(request, None)
 

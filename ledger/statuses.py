@@ -39,10 +39,6 @@ def role_of(status: AnyMetrics) -> str:
             return ORCHESTRATOR
 
 
-def incarnation_of(status: AnyMetrics) -> int:
-    return status.incarnation
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
     """A worker's counters: tokens, and episodes that restarted or were replayed after a loss."""
@@ -85,12 +81,7 @@ class LastStatus:
 
     @property
     def incarnation(self) -> int:
-        return incarnation_of(self.status)
-
-    @property
-    def sampled(self) -> int:
-        """By all incarnations."""
-        return self.counts.sampled
+        return self.status.incarnation
 
     @property
     def counts(self) -> WorkerCounts:
@@ -121,7 +112,7 @@ class Statuses:
 
     def receive(self, status: AnyMetrics) -> LastStatus | None:
         """Apply a status; None for an older incarnation."""
-        role, incarnation = role_of(status), incarnation_of(status)
+        role, incarnation = role_of(status), status.incarnation
         last = self.heard.get(role)
         if last is None or last.incarnation < incarnation:
             earlier = NOTHING_COUNTED if last is None else last.counts

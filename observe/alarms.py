@@ -18,7 +18,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.pure.wait_tracker import alarm_line
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.ledger.statuses import Statuses, incarnation_of, role_of
+from dora_pipe.ledger.statuses import Statuses, role_of
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import AnyControl, Command
 from dora_pipe.schemas.metrics import AnyMetrics, Wait, decode_metrics
@@ -128,7 +128,7 @@ class Alarms:
         self._reader.close()
 
     def _heard(self, status: AnyMetrics) -> list[str]:
-        name, incarnation = role_of(status), incarnation_of(status)
+        name, incarnation = role_of(status), status.incarnation
         if incarnation <= self._left.get(name, -1) or self._statuses.receive(status) is None:
             return []  # of an ended incarnation
         self._roles[name] = _Watched(heard_ns=self._clock.now_ns())

@@ -118,10 +118,7 @@ class RunProgress(RunStats):
                     self._alarms.forget(fact.worker, fact.incarnation)
                 self._say(f"{fact.worker} left: {fact.reason}")
             case BatchRefused():
-                why = "; ".join(
-                    f"{offender.trajectory}: {offender.reason}" for offender in fact.offenders
-                )
-                self._say(f"step {fact.step}: batch refused: {why}")
+                self._say(f"step {fact.step}: batch refused: {fact.why}")
             case RequestFailed(retryable=False):
                 self._failure(fact.trajectory, f"{fact.error}: {fact.message}", fact.worker)
             case GroupScored() if fact.error and not fact.retryable:

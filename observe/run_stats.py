@@ -35,7 +35,6 @@ from dora_pipe.ledger.statuses import (
     LastStatus,
     Statuses,
     WorkerCounts,
-    incarnation_of,
     role_of,
 )
 from dora_pipe.observe.alarms import Pauses
@@ -166,10 +165,6 @@ class WorkerView:
     def gone(self) -> Literal["", "left", "fenced"]:
         """How the newest incarnation ended; empty while present."""
         return self.history.departure
-
-    @property
-    def sampled(self) -> int:
-        return self.counts.sampled
 
     @property
     def counts(self) -> WorkerCounts:
@@ -361,7 +356,7 @@ class RunStats:
     def status(self, status: AnyMetrics) -> None:
         """Add a status, unless its incarnation has ended."""
         self.last_ns = max(self.last_ns, status.at_ns)
-        worker, incarnation = self.account.named.get(role_of(status)), incarnation_of(status)
+        worker, incarnation = self.account.named.get(role_of(status)), status.incarnation
         if (
             worker is None
             or incarnation > worker.incarnation

@@ -23,7 +23,7 @@ from dora_pipe.bus.bus import Bus
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.pure.wait_tracker import alarm_line
 from dora_pipe.ledger.database import Catalogue
-from dora_pipe.ledger.statuses import TRAINER, incarnation_of, read_statuses, role_of
+from dora_pipe.ledger.statuses import TRAINER, read_statuses, role_of
 from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses
 from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration
@@ -191,10 +191,9 @@ class RoleWaits:
     there_s: float
     waited_s: float
     silent_s: float
-    waits: tuple[tuple[str, float], ...]
-    """(cause, duration), longest first."""
-    names: tuple[str, ...] = ()
-    """Wait names as in docs/troubleshooting.md, or kinds of the trainer's pieces."""
+    waits: tuple[tuple[str, str, float], ...]
+    """(name, cause, duration), longest first; names as in docs/troubleshooting.md, or kinds of the
+    trainer's pieces."""
 
     def share(self, seconds: float) -> float:
         return seconds / self.there_s if self.there_s else 0.0
@@ -204,12 +203,11 @@ class RoleWaits:
         silent = f"no status for {duration(self.silent_s)}" if self.silent_s else ""
         whole_s = self.waited_s
         yield self.role, whole_s, self.share(whole_s), silent, SILENT if silent else ""
-        named = zip(self.waits[:TOP_MAX], self.names[:TOP_MAX], strict=True)
-        for (what, seconds), name in named:
+        for name, what, seconds in self.waits[:TOP_MAX]:
             share = self.share(seconds)
             advice = ADVICE.get(name, "") if share >= ADVICE_SHARE_MIN else ""
             yield "", seconds, share, what, advice
-        rest_s = sum(seconds for _, seconds in self.waits[TOP_MAX:])
+        rest_s = sum(seconds for *_, seconds in self.waits[TOP_MAX:])
         if rest_s:
             more = counted(len(self.waits) - TOP_MAX, "other cause")
             yield "", rest_s, self.share(rest_s), more, ""
@@ -397,18 +395,17 @@ def role_waits(
         there_s=there_s,
         waited_s=sum(seconds for _, _, seconds in waits),
         silent_s=silent_s,
-        waits=tuple((what, seconds) for _, what, seconds in waits),
-        names=tuple(name for name, _, _ in waits),
+        waits=tuple(waits),
     )
 
 
 def _intervals(statuses: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
     last: dict[int, AnyMetrics] = {}
     for status in statuses:
-        before = last.get(incarnation_of(status))
+        before = last.get(status.incarnation)
         if before is not None and before.at_ns < status.at_ns:
             yield before, status
-        last[incarnation_of(status)] = status
+        last[status.incarnation] = status
 
 
 def _usual_ns(statuses: Sequence[AnyMetrics]) -> float:
@@ -442,7 +439,7 @@ def _alarms(statuses: Iterable[AnyMetrics]) -> list[str]:
     for status in statuses:
         for wait in status.waits:
             if wait.overdue:
-                key = (role_of(status), incarnation_of(status), wait.name, wait.since_ns)
+                key = (role_of(status), status.incarnation, wait.name, wait.since_ns)
                 lasted_s = (status.at_ns - wait.since_ns) / 1e9
                 last[key] = alarm_line(role_of(status), wait, lasted_s)
     return list(last.values())

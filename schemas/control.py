@@ -450,6 +450,12 @@ class BatchRefused(Control, frozen=True, kw_only=True):
     incarnation: int
     offenders: tuple[Offender, ...]
 
+    @property
+    def why(self) -> str:
+        """Return the offenders with their reasons."""
+        pairs = ((entry.trajectory or entry.group, entry.reason) for entry in self.offenders)
+        return "; ".join(f"{name}: {reason}" for name, reason in pairs)
+
 
 class Command(Control, frozen=True, kw_only=True):
     """User command to a running run: set, pause, resume, drain, stop, fail-batch."""

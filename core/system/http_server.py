@@ -33,8 +33,8 @@ KEEP_ALIVE_S: Final = 75
 """Timeout of the next head; longer than clients', so that these close first."""
 
 
-class _Connection(asyncio.Protocol):
-    """Connection of uvicorn that closes when a head is late."""
+class _Connection:
+    """Connection of uvicorn that closes when a head is late; it handles the other calls."""
 
     def __init__(self, http: Any, opened: dict[tuple[str, int], _Connection]) -> None:
         self._http = http
@@ -67,17 +67,8 @@ class _Connection(asyncio.Protocol):
     def _expect_head(self, limit_s: float) -> None:
         self._late = asyncio.get_running_loop().call_later(limit_s, self._transport.close)
 
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
-
-    def eof_received(self) -> None:
-        self._http.eof_received()
-
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._http, name)
 
 
 def bounded_server(app: ASGIApp, *, connections_max: int, **options: Any) -> uvicorn.Server:

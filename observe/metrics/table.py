@@ -263,7 +263,7 @@ WORKERS: Final = (
     counter(
         "sampled_tokens_total{worker}",
         "Sampled tokens; the rate is tokens/s.",
-        lambda t: {name: one.sampled for name, one in t.workers.items()},
+        lambda t: {name: one.counts.sampled for name, one in t.workers.items()},
     ),
     counter(
         "prompt_tokens_total{worker}",

@@ -21,13 +21,12 @@ from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.history import rewards_of
 from dora_pipe.observe.following import follow_log
-from dora_pipe.observe.run_stats import RunStats, StepStats
+from dora_pipe.observe.run_stats import RunStats, StepStats, learning_of
 from dora_pipe.observe.text import ahead_share
 from dora_pipe.observe.trackers.sink import TrackedRun, Tracker
 from dora_pipe.schemas.control import (
     INFRASTRUCTURE,
     RunStarted,
-    StepCommitted,
     by_fault,
     error_class,
     fault_of,
@@ -114,6 +113,7 @@ class TrackerStats(RunStats):
         super()._step(ended)
         step, before, now = self.steps[-1], self._before, self._sums()
         self._before = now
+        learning = learning_of({}, ended.fact.settings)
         self._give(
             step.step,
             step.committed_ns,
@@ -121,7 +121,7 @@ class TrackerStats(RunStats):
                 **_rewards(step, ended),
                 **_staleness(step, self.bound),
                 **{f"train/{name}": value for name, value in ended.fact.metrics.items()},
-                **_rate(ended.fact),
+                **{f"train/{name}": value for name, value in learning.items()},
                 **_ratios(self._contributed(ended)),
                 **_times(step, ended, now.sampled - before.sampled),
                 **self._worker_metrics(),
@@ -225,11 +225,6 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float
         "throughput/trained_trajectories_per_s": trajectories / step.seconds,
         "throughput/sampled_tokens_per_s": sampled / step.seconds,
     }
-
-
-def _rate(fact: StepCommitted) -> dict[str, float]:
-    rate = fact.settings.get("trainer.learning_rate")
-    return {"train/learning_rate": rate} if isinstance(rate, float) else {}
 
 
 def _counts(group: str, before: Counter[str], now: Counter[str]) -> dict[str, float]:

@@ -101,17 +101,17 @@ def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None
     assert [role.role for role in summary.roles] == ["trainer", "orchestrator", "w0", "w1", "w2"]
     for entry in summary.roles:
         assert 0 <= entry.waited_s <= entry.there_s * 1.02
-        assert [seconds for _, seconds in entry.waits] == sorted(
-            (seconds for _, seconds in entry.waits), reverse=True
+        assert [seconds for *_, seconds in entry.waits] == sorted(
+            (seconds for *_, seconds in entry.waits), reverse=True
         )
     trainer = role(summary.roles, "trainer")
-    assert trainer.waits[0][0].startswith("attempt lost on ")
-    assert role(summary.roles, "orchestrator").waits[0][0] in ("groups to finish", "the trainer")
-    assert role(summary.roles, "w0").waits[0][0] == "requests"
+    assert trainer.waits[0][1].startswith("attempt lost on ")
+    assert role(summary.roles, "orchestrator").waits[0][1] in ("groups to finish", "the trainer")
+    assert role(summary.roles, "w0").waits[0][1] == "requests"
     assert summary.head.startswith("small finished: 8 steps in ")
     first, longest, *rest = trainer.rows()
     assert (first[0], first[1]) == ("trainer", trainer.waited_s)
-    assert longest[3:] == (trainer.waits[0][0], ADVICE["lost"])
+    assert longest[3:] == (trainer.waits[0][1], ADVICE["lost"])
     assert sum(row[1] for row in (longest, *rest)) == pytest.approx(trainer.waited_s)
 
 
@@ -195,7 +195,7 @@ def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -
     appends = [Append(topic=topics.metrics, key=b"w0", value=encode(text)) for text in statuses]
     bus.writer().append(appends)
     (role,) = [role for role in summary_of(bus, topics).roles if role.role == "w0"]
-    assert role.waits == (("rewards", 1.75),), "to half a heartbeat of 0.5 s"
+    assert role.waits == (("reward", "rewards", 1.75),), "to half a heartbeat of 0.5 s"
 
 
 def status(at_ns: int, waits: tuple[Wait, ...]) -> WorkerStatus:

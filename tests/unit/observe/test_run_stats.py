@@ -91,7 +91,7 @@ def test_every_record_that_was_read_is_counted_and_nothing_is_left_behind(
 def test_workers_that_were_killed_fenced_and_left_are_told_apart(stats: RunStats) -> None:
     assert {worker.gone for worker in stats.workers.values()} == {"left"}
     assert stats.lost["fenced"] == 2
-    assert all(worker.sampled > 0 for worker in stats.workers.values())
+    assert all(worker.counts.sampled > 0 for worker in stats.workers.values())
 
 
 def test_tokens_of_earlier_incarnations_are_kept() -> None:
@@ -101,7 +101,7 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
     stage.decide(Fence(reason="lost", worker="w0", incarnation=first))
     second = stage.worker()
     stage.status("w0", first, sampled=500)
-    assert stage.stats.workers["w0"].sampled == 100
+    assert stage.stats.workers["w0"].counts.sampled == 100
     stage.status("w0", second, sampled=7, computed=40, reused=2)
     stage.status(
         "w0",
@@ -113,7 +113,7 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
         episodes_replayed=4,
     )
     received_stage = stage.stats.workers["w0"]
-    assert (received_stage.sampled, received_stage.counts) == (107, WorkerCounts(107, 50, 3, 2, 4))
+    assert received_stage.counts == WorkerCounts(107, 50, 3, 2, 4)
 
 
 def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:
@@ -128,7 +128,7 @@ def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has(
     stage.worker()
     received_stage = stage.stats.workers["w0"]
     assert received_stage.status is not None
-    assert (received_stage.sampled, received_stage.status.tokens_total) == (32, 7)
+    assert (received_stage.counts.sampled, received_stage.status.tokens_total) == (32, 7)
 
 
 def test_worker_is_what_was_decided_and_what_it_said_last() -> None:

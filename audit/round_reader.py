@@ -6,7 +6,7 @@ previous recorded chain, so that one break does not hide others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from dora_pipe.audit.findings import Findings
@@ -78,8 +78,9 @@ class RoundReader:
         self._horizon = horizon
         decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
         control_next, decisions_next = self.cursor.control_next, self.cursor.decisions_next
-        records = records_of(bus, {control: horizon.control}, start=control_next)
-        self._facts = _Facts(records, horizon.control, findings, buried, self.cursor)
+        self._buried = buried
+        self._control = records_of(bus, {control: horizon.control}, start=control_next)
+        self._next = next(self._control, None)
         self._rounds = records_of(bus, {decisions: horizon.decisions}, start=decisions_next)
 
     def rounds(self) -> Iterator[FoldedRound]:
@@ -96,7 +97,7 @@ class RoundReader:
             if record.key:
                 who = f"round {round_.ordinal}"
                 findings.add("rounds", who, "has a key", expected="none", actual=record.key)
-            folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
+            folded = self._below(round_.control_next, f"round {round_.ordinal}")
             _check_link(cursor, round_, folded, findings)
             cursor.offset, cursor.sha256 = record.offset, sha256_hex(record.value)
             if cursor.first[0] < 0 and folded:
@@ -105,62 +106,37 @@ class RoundReader:
 
     def rest(self) -> FoldedRound:
         """Return the unfolded events; invalidates the cursor."""
-        return FoldedRound(
-            offset=-1, round=None, facts=self._facts.rest(self._horizon.control_before)
-        )
+        position = max(self._horizon.control_before, self.cursor.control_next)
+        return FoldedRound(offset=-1, round=None, facts=self._below(position, "the end"))
 
     def close(self) -> None:
         self._rounds.close()
-        self._facts.close()
+        self._control.close()
 
-
-class _Facts:
-    def __init__(
-        self,
-        records: Generator[Record, None, None],
-        end: int,
-        findings: Findings,
-        buried: Collection[Buried],
-        cursor: Cursor,
-    ) -> None:
-        self._cursor = cursor
-        self._buried = buried
-        self._records = records
-        self._end = end
-        self._findings = findings
-        self._next: Record | None = next(records, None)
-
-    def close(self) -> None:
-        self._records.close()
-
-    def below(self, position: int, who: str) -> tuple[Fact, ...]:
-        if position < self._cursor.control_next:
+    def _below(self, position: int, who: str) -> tuple[Fact, ...]:
+        if position < self.cursor.control_next:
             self._findings.add(
                 "rounds",
                 who,
                 "goes back in control",
-                expected=f"control_next >= {self._cursor.control_next}",
+                expected=f"control_next >= {self.cursor.control_next}",
                 actual=position,
             )
-        if position > self._end and not self._cursor.cut:
-            self._cursor.cut = True
+        if position > self._horizon.control and not self.cursor.cut:
+            self.cursor.cut = True
             self._findings.add(
                 "rounds",
                 who,
                 "folds control records that are not there: the log was cut",
-                expected=f"control_next <= {self._end}",
+                expected=f"control_next <= {self._horizon.control}",
                 actual=position,
             )
-        self._cursor.control_next = max(position, self._cursor.control_next)
+        self.cursor.control_next = max(position, self.cursor.control_next)
         taken: list[Fact] = []
         while self._next is not None and self._next.offset < position:
             taken.append(self._fact(self._next))
-            self._next = next(self._records, None)
+            self._next = next(self._control, None)
         return tuple(taken)
-
-    def rest(self, before: int) -> tuple[Fact, ...]:
-        """Return unread events that refer to what was read."""
-        return self.below(max(before, self._cursor.control_next), "the end")
 
     def _fact(self, record: Record) -> Fact:
         decoded: AnyControl | Unknown | None = None

@@ -3,8 +3,8 @@
 1. `apply_control` never raises because of a record.
 2. Handlers check everything before they change anything. They return why a record is illegal, or an
    empty string.
-3. Records of old incarnations count as `fenced`, those of unneeded trajectories or old attempts as
-   `superseded`; both are normal.
+3. Records of old incarnations, unneeded trajectories and old attempts are normal; they change
+   nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dora_pipe.orchestrator.state_ops import (
     return_to_u,
     set_ending,
 )
-from dora_pipe.schemas.batch import batch_digest, staleness_of
+from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     REPLAY_DIFFERS,
     AnyControl,
@@ -88,11 +88,7 @@ def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
 
 def apply_control(state: State, offset: int, record: AnyControl | Unknown | SchemaError) -> None:
     """Fold the control record at `offset`; constant cost in the number of requests."""
-    if isinstance(record, Unknown):
-        state.counters.unknown += 1
-        return
-    if isinstance(record, SchemaError):
-        state.counters.unreadable += 1
+    if isinstance(record, Unknown | SchemaError):
         return
     why = _APPLY[type(record)](state, offset, record)
     if why:
@@ -185,7 +181,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
 
 
 def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
-    worker = _living(state, record.worker, record.incarnation)
+    worker = state.worker_of(record.worker, record.incarnation)
     if worker is None:
         return ""
     if (record.version, record.digest) != (worker.target, worker.digest):
@@ -195,7 +191,7 @@ def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
 
 
 def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
-    worker = _living(state, record.worker, record.incarnation)
+    worker = state.worker_of(record.worker, record.incarnation)
     if worker is None:
         return ""
     for trajectory in sorted(worker.requests & record.progress.keys()):
@@ -205,7 +201,7 @@ def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
 
 
 def _trajectories_logged(state: State, offset: int, record: TrajectoriesLogged) -> str:
-    if _living(state, record.worker, record.incarnation) is None:
+    if state.worker_of(record.worker, record.incarnation) is None:
         return ""
     why = ""
     for entry in record.trajectories:
@@ -231,15 +227,13 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
         offset=entry.offset,
         sha256=entry.sha256,
     )
-    state.counters.logged += 1
-    state.counters.tokens += entry.tokens
     result = Result(taken=taken, reward=entry.reward, tokens=entry.tokens)
     end_sample(state, name, result, error=entry.error)
     return ""
 
 
 def _request_released(state: State, offset: int, record: RequestReleased) -> str:
-    if _living(state, record.worker, record.incarnation) is None:
+    if state.worker_of(record.worker, record.incarnation) is None:
         return ""
     name = record.trajectory
     request = _present(state, record, name, record.attempt)
@@ -254,7 +248,7 @@ def _request_released(state: State, offset: int, record: RequestReleased) -> str
 
 
 def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
-    if _living(state, record.worker, record.incarnation) is None:
+    if state.worker_of(record.worker, record.incarnation) is None:
         return ""
     if _present(state, record, record.trajectory, record.attempt) is None:
         return ""
@@ -269,12 +263,11 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
 
 
 def _group_scored(state: State, offset: int, record: GroupScored) -> str:
-    if _living(state, record.worker, record.incarnation) is None:
+    if state.worker_of(record.worker, record.incarnation) is None:
         return ""
     scoring = state.scoring.get(record.group)
     asked = (record.attempt, record.worker, record.incarnation)
     if scoring is None or (scoring.attempt, scoring.worker, scoring.incarnation) != asked:
-        state.counters.superseded += 1
         return ""
     group = state.groups[record.group]
     if record.error:
@@ -292,21 +285,14 @@ def _present(
     trajectory: str,
     attempt: int,
 ) -> Request | None:
-    """Return the writer's open request; None, counted as superseded, if it has none."""
+    """Return the writer's open request, if it has one."""
     request = state.requests.get(trajectory)
     scheduled = (attempt, record.worker, record.incarnation)
     if request is not None and request.group in state.redundant:
         request = None  # The next decision ends it.
     if request is None or (request.attempt, request.worker, request.incarnation) != scheduled:
-        state.counters.superseded += 1
         return None
     return request
-
-
-def _living(state: State, name: str, incarnation: int) -> Worker | None:
-    worker = state.worker_of(name, incarnation)
-    state.counters.fenced += worker is None
-    return worker
 
 
 def step_committed(state: State, offset: int, record: StepCommitted) -> str:
@@ -327,8 +313,6 @@ def step_committed(state: State, offset: int, record: StepCommitted) -> str:
     trained = [state.groups[group] for group in training.groups]
     new_version(state, record.digest_after)
     for group in trained:
-        staleness = staleness_of(record.step, group.spec.version)
-        state.counters.staleness[staleness] = state.counters.staleness.get(staleness, 0) + 1
         forget(state, group)
     outcomes = state.counters.outcomes
     outcomes["trained"] = outcomes.get("trained", 0) + len(trained)

@@ -112,7 +112,6 @@ def _dispatch_train(state: State, decision: Dispatch) -> None:
         curriculum = state.curricula.setdefault(spec.source, Curriculum())
         curriculum.passed += len(decision.skipped)
     state.ordinal += 1
-    state.counters.dispatched += 1
     if spec.task:
         state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
 
@@ -125,7 +124,6 @@ def _dispatch_row(state: State, spec: GroupSpec) -> None:
         state.watched = watched.begun(state.watched, spec.version)
     state.eval_ordinal += 1
     state.eval_row += 1
-    state.counters.evaluations += 1
     if due is None or state.eval_row == _rows(state, due):
         state.eval_row = 0
         if spec.evaluation:
@@ -461,8 +459,8 @@ def _group(state: State, name: str) -> Group:
 
 
 def _worker(state: State, name: str, incarnation: int) -> Worker:
-    worker = state.workers.get(name)
-    if worker is None or worker.incarnation != incarnation:
+    worker = state.worker_of(name, incarnation)
+    if worker is None:
         raise InvariantBroken(f"{name} of incarnation {incarnation} is not there")
     return worker
 

@@ -63,9 +63,6 @@ def rest_of(state: Digestible) -> dict[str, Any]:
     rest["config"] = rest["config"] and logged_keys(rest["config"])
     for name in PAIRS:
         rest[name] = sorted(rest[name].items())
-    counters = rest.pop("counters")
-    rest["tally"] = {name: getattr(counters, name) for name in counters.__dataclass_fields__}
-    rest["tally"]["staleness"] = sorted(counters.staleness.items())
     return rest
 
 

@@ -48,8 +48,8 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
         if group is not None and group.phase == "generating":
             expire(state, group)
     else:
-        worker = state.workers.get(observation.worker)
-        if worker is None or worker.incarnation != observation.incarnation:
+        worker = state.worker_of(observation.worker, observation.incarnation)
+        if worker is None:
             return
         if isinstance(observation, KvPressure):
             press(state, worker, observation.used_tokens)

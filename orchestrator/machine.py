@@ -1,15 +1,15 @@
 """Orchestrator without IO: records and time go in, rounds come out.
 
 A turn applies what was read, observes, plans, and writes a round if anything changed. It observes
-and plans only after the log has been read. `Pace` postpones a round's plan (`planned: false`) or
-the freeing of a commit's groups to the next turn.
+and plans only after the log has been read. After many bytes, the plan waits for the next turn
+(`planned: false`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, assert_never
 
 import msgspec
 
@@ -48,7 +48,6 @@ from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,
     Resume,
-    StepCommitted,
     TrajectoriesLogged,
     WorkerJoined,
     WorkerReady,
@@ -87,6 +86,9 @@ GAP_HEARTBEATS: Final = 2
 PRESSURE_NS: Final = 5_000_000_000
 """Interval between observations of a full cache."""
 
+
+FOLDED_BYTES_MAX: Final = 256 * 1024
+"""Folded bytes above which a round does not plan."""
 
 OFF_ENGINE_SHARE: Final = 16
 """Minimum change to observe, as a share of a worker's slots."""
@@ -146,7 +148,8 @@ class OrchestratorMachine:
         self._held_back: list[str] = []
         """Topics with unreadable acknowledged records."""
         self._stopped = False
-        self._pace = Pace()
+        self._put_off = False
+        """Whether the last round left its plan to the next turn."""
         self._more = False
         self._started: Now | None = None
         self._started_ns = 0
@@ -178,7 +181,6 @@ class OrchestratorMachine:
     ) -> Outputs[OrchestratorEffect]:
         """Run one turn."""
         self._publish, self._effects = [], []
-        self._pace.begin()
         self._begin(now)
         self._leases.turn(now.mono_ns)
         self._times.turn(now.mono_ns)
@@ -240,8 +242,6 @@ class OrchestratorMachine:
             self._note_lost(self.state.workers.get(decoded.worker))
         elif isinstance(decoded, FROM_WORKERS):
             self._leases.renew((decoded.worker, decoded.incarnation), now.mono_ns)
-        elif isinstance(decoded, StepCommitted):
-            self._pace.committing(self.state, decoded)
         rejected = self.state.counters.rejected
         apply_control(self.state, record.offset, decoded)
         if self.state.counters.rejected > rejected:
@@ -338,7 +338,9 @@ class OrchestratorMachine:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         due = bool(state.trigger) and self._caught_up
-        plans = self._caught_up and not self._pace.skips_planning(self._folded)
+        heavy = sum(map(len, self._folded)) > FOLDED_BYTES_MAX
+        self._put_off = heavy and not self._put_off
+        plans = self._caught_up and not self._put_off
         decisions = decide(state, samplers=self._samplers) if plans else []
         for decision in decisions if self._group_timeout_ns is not None else ():
             if isinstance(decision, Dispatch):
@@ -419,19 +421,8 @@ class OrchestratorMachine:
         self._publish += self._schedule.publish(status, to, now.mono_ns)
 
     def _bury(self, record: Record, error: SchemaError, now: Now) -> None:
-        letter = DeadLetter(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=error.message,
-            path=error.path,
-            at_ns=now.wall_ns,
-            key=record.key,
-            value=record.value,
-            headers=record.headers,
-        )
         try:
-            value, headers = encode_dead_letter(letter)
+            value, headers = encode_dead_letter(DeadLetter.of(record, error, now.wall_ns))
         except SchemaError as unfit:
             LOG.error("unreadable record at %s: %s", record.offset, unfit.message)
             return
@@ -442,34 +433,3 @@ class OrchestratorMachine:
 def _progress(state: State) -> tuple[int, bool, int]:
     trains = state.training is not None
     return state.version, trains, 0 if trains else len(state.parts)
-
-
-FOLDED_BYTES_MAX: Final = 256 * 1024
-"""Folded bytes above which a round does not plan."""
-
-FREED: Final = 64
-"""Groups freed per turn."""
-
-
-class Pace:
-    """Postponed plans and cleanup."""
-
-    def __init__(self) -> None:
-        self._put_off = False
-        self._spent: list[Any] = []
-
-    def begin(self) -> None:
-        del self._spent[-FREED:]
-
-    def committing(self, state: State, record: StepCommitted) -> None:
-        """Keep a commit's groups, to free them over several turns."""
-        if state.training is not None:
-            names: Iterable[str] = state.training.groups
-            self._spent += [state.groups[name] for name in names]
-        self._spent += record.groups
-
-    def skips_planning(self, folded: Sequence[bytes]) -> bool:
-        """Report whether this round skips planning; never twice in a row."""
-        heavy = sum(map(len, folded)) > FOLDED_BYTES_MAX
-        self._put_off = heavy and not self._put_off
-        return self._put_off

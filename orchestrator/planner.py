@@ -394,9 +394,8 @@ def _reserved_worker(state: State, trajectory: str) -> Worker | None:
     """Return a released request's destination if it still hosts the version."""
     request = state.requests[trajectory]
     assert request.moving is not None
-    name, incarnation = request.moving
-    worker = state.workers.get(name)
-    if worker is None or worker.incarnation != incarnation or not worker.usable or worker.pressed:
+    worker = state.worker_of(*request.moving)
+    if worker is None or not worker.usable or worker.pressed:
         return None
     version = state.groups[request.group].spec.version
     return worker if serving.has_version(state, worker, version) else None

@@ -40,29 +40,11 @@ from dora_pipe.schemas.rounds import GENESIS_CHAIN, GroupSpec, SampleOutcome
 class Counters:
     """Counters of the whole run."""
 
-    dispatched: int = 0
-    evaluations: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
-    staleness: dict[int, int] = field(default_factory=dict)
-    """Trained groups by staleness."""
-    logged: int = 0
-    """Logged trajectories."""
-    tokens: int = 0
-    """Their sampled tokens."""
-    samples_failed: int = 0
-    requeued: int = 0
-    moved: int = 0
-    """Requests released for a move."""
-    superseded: int = 0
-    """Records of trajectories that are not needed."""
-    fenced: int = 0
-    """Records of old incarnations."""
     rejected: int = 0
     """Illegal records; ignored."""
-    unknown: int = 0
-    """Records of an unknown kind."""
-    unreadable: int = 0
     rejection: str = ""
+    """Why the last one is illegal."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -88,7 +88,6 @@ def requeue(state: State, trajectory: str) -> None:
     _unschedule(state, trajectory, request)
     spec = state.groups[request.group].spec
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
-    state.counters.requeued += 1
 
 
 def release(state: State, trajectory: str, kv: Blob | None) -> None:
@@ -101,18 +100,12 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
     spec = state.groups[request.group].spec
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     request.kv = kv
-    state.counters.moved += 1
     if moving is None:
         return
     state.released[trajectory] = None
-    if moving == ANYWHERE or _sleeps(state, moving):
+    to = state.worker_of(*moving)
+    if moving == ANYWHERE or (to is not None and to.target == NO_VERSION):
         _unaim(state, trajectory, request)
-
-
-def _sleeps(state: State, target: tuple[str, int]) -> bool:
-    name, incarnation = target
-    worker = state.workers.get(name)
-    return worker is not None and worker.incarnation == incarnation and worker.target == NO_VERSION
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
@@ -137,7 +130,6 @@ def fault(state: State, trajectory: str, error: str) -> None:
 
 def fail_sample(state: State, trajectory: str, error: str) -> None:
     """End a trajectory as failed."""
-    state.counters.samples_failed += 1
     end_sample(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
 
 
@@ -480,8 +472,8 @@ def _unschedule(state: State, trajectory: str, request: Request) -> None:
 
 def _take_off(state: State, trajectory: str, request: Request) -> None:
     state.leaves.touch("request", trajectory)
-    worker = state.workers.get(request.worker)
-    if worker is not None and worker.incarnation == request.incarnation:
+    worker = state.worker_of(request.worker, request.incarnation)
+    if worker is not None:
         worker.requests.discard(trajectory)
         # An ending request probably needed no slot; the next observation corrects this.
         worker.off_engine = max(0, worker.off_engine - 1)
@@ -500,13 +492,12 @@ def _unaim(state: State, trajectory: str, request: Request) -> None:
     state.leaves.touch("request", trajectory)
     if request.moving is None:
         return
-    name, incarnation = request.moving
-    to = state.workers.get(name)
-    if to is not None and to.incarnation == incarnation:
+    to = state.worker_of(*request.moving)
+    if to is not None:
         to.arriving -= 1
         state.touch(to)
-    source = state.workers.get(request.worker)
-    if source is not None and source.incarnation == request.incarnation:
+    source = state.worker_of(request.worker, request.incarnation)
+    if source is not None:
         source.leaving -= 1
         state.touch(source)
     request.moving = None

@@ -163,17 +163,7 @@ class BatchReader:
         return letters
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
-        return DeadLetter(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=error.message,
-            path=error.path,
-            at_ns=self._clock.wall_ns(),
-            key=record.key,
-            value=record.value,
-            headers=record.headers,
-        )
+        return DeadLetter.of(record, error, self._clock.wall_ns())
 
     def close(self) -> None:
         self._reader.close()

@@ -271,7 +271,7 @@ def _fenced_counts(patches: Patches) -> None:
     def present(state: State, record: Any, trajectory: str, attempt: int) -> Any:
         return state.requests.get(trajectory)
 
-    patches.put(rules_control, "_living", lambda state, name, incarnation: state.workers.get(name))
+    patches.put(State, "worker_of", lambda self, name, incarnation: self.workers.get(name))
     patches.put(rules_control, "_present", present)
 
 

@@ -134,16 +134,15 @@ def _data_error(record: RunStarted, config: Config) -> str:
 
 
 def _role_started(state: State, offset: int, record: RoleStarted) -> str:
-    if record.role == "orchestrator":
-        newest = state.orchestrator_incarnation
-        if record.incarnation <= newest:
-            return f"incarnation {record.incarnation} is not newer than {newest}"
+    orchestrates = record.role == "orchestrator"
+    newest = state.orchestrator_incarnation if orchestrates else state.trainer_incarnation
+    if record.incarnation <= newest:
+        return f"incarnation {record.incarnation} is not newer than {newest}"
+    if orchestrates:
         state.orchestrator_incarnation = record.incarnation
         state.samplers = record.samplers
-        return ""
-    if record.incarnation <= state.trainer_incarnation:
-        return f"incarnation {record.incarnation} is not newer than {state.trainer_incarnation}"
-    state.trainer_incarnation = record.incarnation
+    else:
+        state.trainer_incarnation = record.incarnation
     return ""
 
 

@@ -181,11 +181,8 @@ def _check_scheduled(state: State, name: str, sample: ScheduledSample, worker: W
 
 def _migrate(state: State, decision: Migrate) -> None:
     name = decision.trajectory
-    request = _request(state, name)
+    request = _placed(state, decision)
     group = state.groups[request.group]
-    scheduled = (decision.attempt, decision.worker, decision.incarnation)
-    current = (request.attempt, request.worker, request.incarnation)
-    _require(current == scheduled, f"{name} is not placed on that worker")
     _require(request.moving is None, f"{name} is already moving")
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(request.group not in state.redundant, f"{name} is redundant")
@@ -206,11 +203,16 @@ def _migrate(state: State, decision: Migrate) -> None:
 
 
 def _cancel(state: State, decision: Cancel) -> None:
+    _placed(state, decision)
+    drop(state, decision.trajectory)
+
+
+def _placed(state: State, decision: Cancel | Migrate) -> Request:
     request = _request(state, decision.trajectory)
     scheduled = (decision.attempt, decision.worker, decision.incarnation)
     current = (request.attempt, request.worker, request.incarnation)
     _require(current == scheduled, f"{decision.trajectory} is not placed on that worker")
-    drop(state, decision.trajectory)
+    return request
 
 
 def _assign(state: State, decision: Assign) -> None:

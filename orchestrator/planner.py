@@ -317,15 +317,7 @@ def _send_to_sleep(draft: Draft) -> None:
     state = draft.state
     for worker in [] if draft.full else colocated.to_sleep(state):
         why = f"step {state.version} begins, and {worker.name} shares its GPUs with the trainer"
-        draft.add(
-            Assign(
-                worker=worker.name,
-                incarnation=worker.incarnation,
-                version=NO_VERSION,
-                digest="",
-                reason=why,
-            )
-        )
+        _assign_one(draft, worker, NO_VERSION, why)
 
 
 def _score(draft: Draft) -> None:
@@ -363,7 +355,7 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
             worker=worker.name,
             incarnation=worker.incarnation,
             version=version,
-            digest=state.policies[version],
+            digest=state.policies.get(version, ""),
             drop=(serving.versions_to_drop(state, worker, version) or ()) if resident else (),
             reason=reason,
         )

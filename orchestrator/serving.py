@@ -69,10 +69,9 @@ def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assig
         return None
     needed = _needed(state)
     for version in waiting:
-        shared = resident_for_orphan(state, version)
-        if shared is not None:
-            count = len(state.queues[version])
-            return shared, version, f"{count} queued requests of version {version} have no host"
+        reason = f"{len(state.queues[version])} queued requests of version {version} have no host"
+        if (shared := resident_for_orphan(state, version)) is not None:
+            return shared, version, reason
         fit = [
             worker
             for worker in state.index.idle.values()
@@ -82,8 +81,7 @@ def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assig
         ]
         if fit:
             first = min(fit, key=lambda worker: _reluctance(worker, needed, state.version))
-            count = len(state.queues[version])
-            return first, version, f"{count} queued requests of version {version} have no host"
+            return first, version, reason
     return None
 
 
@@ -236,31 +234,14 @@ def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
 
 
 def _needed(state: State) -> set[str]:
-    names: set[str] = set()
+    """Return idle workers that queued requests of their version need."""
+    idle, names = state.index.idle, set[str]()
     for version in state.queues:
         if version == state.version:
-            names.update(
-                worker.name for worker in state.index.idle.values() if worker.target == version
-            )
+            names.update(worker.name for worker in idle.values() if worker.target == version)
         else:
-            names.update(_needed_of(state, version))
+            names.update(worker.name for worker in kept(state, version) if worker.name in idle)
     return names
-
-
-def _needed_of(state: State, version: int) -> list[str]:
-    hosts = state.index.hosts.get(version)
-    idle = sorted(worker.name for worker in state.index.idle.values() if worker.target == version)
-    if hosts is None or not idle:
-        return []
-    slots = [hosts.workers[name].slots for name in idle]
-    need = hosts.load + len(state.queues[version]) - (hosts.slots - sum(slots))
-    packed = []
-    for name, size in zip(idle, slots, strict=True):
-        if need <= 0:
-            break
-        need -= size
-        packed.append(name)
-    return packed
 
 
 def _reluctance(worker: Worker, needed: set[str], newest: int) -> tuple[bool, bool, int, str]:

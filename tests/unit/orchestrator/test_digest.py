@@ -9,7 +9,7 @@ from dora_pipe.orchestrator.digest import TABLES, Leaves, digest_of, rest_of
 from dora_pipe.schemas.wire import canonical
 from tests.support.orchestrator_stage import Stage
 
-RECORDED = "346f4ca00f3fedee37bf9d30ff1a44177bc0ad42c8266e6de0a41467764d2aef"
+RECORDED = "306ace0f6d2a63688c51f3be22a160f9e25cabbc1169433c8d4ea82c93473c77"
 
 
 def test_digest_follows_the_formula_and_equals_the_recorded_one() -> None:

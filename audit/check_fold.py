@@ -170,7 +170,7 @@ def _loaded(config: Config) -> Samplers:
 def _copied(state: State) -> State:
     groups = state.groups.values()
     results = (result for group in groups for result in group.results if result is not None)
-    unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
+    unchanging = [state.config, state.started, *(group.spec for group in groups), *results]
     return copy.deepcopy(state, {id(value): value for value in unchanging})
 
 

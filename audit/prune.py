@@ -21,9 +21,9 @@ from dora_pipe.consumers.trainer.commits import CommitHistory, rebuild_note, ret
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
-from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
-from dora_pipe.schemas.control import RunStarted, VersionsDropped
+from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import DIGEST, encode
 from dora_pipe.store.copies import MADE
@@ -128,7 +128,9 @@ def _candidates(
     now: frozenset[int],
 ) -> Iterator[PruneCandidate]:
     assert history.run_started is not None
-    named = {history.run_started.assets_digest, *_begun_with(history.run_started)}
+    named = {history.run_started.assets_digest}
+    if history.run_started.optimizer is not None:
+        named.add(history.run_started.optimizer.sha256)
     for commit in read_commits(bus, topics, history.notes, clock):
         named.add(commit.contributions.sha256)
     needed = {name for version in kept for name in _names(history, version)}
@@ -151,11 +153,6 @@ def _candidates(
         else:
             why: Why = "retention" if version in now else "dropped before"
             yield PruneCandidate(file=file, why=why, version=version)
-
-
-def _begun_with(started: RunStarted) -> Iterator[str]:
-    if started.optimizer is not None:
-        yield started.optimizer.sha256
 
 
 def _names(history: CommitHistory, version: int) -> list[str]:
@@ -231,11 +228,7 @@ def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
     raw = bus.inner if isinstance(bus, BlobBus) else bus  # names without values
     for topic in filter(may_be_blob, topics.all()):
         for tp, end in ends_of(raw, topic).items():
-            yield from _named(records_of(raw, {tp: end}))
-
-
-def _named(records: Iterator[Record]) -> Iterator[str]:
-    return filter(None, map(blob_of, records))
+            yield from filter(None, map(blob_of, records_of(raw, {tp: end})))
 
 
 def _last(blob: Listed) -> str:

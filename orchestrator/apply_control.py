@@ -20,7 +20,7 @@ from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
-from dora_pipe.orchestrator.entities import Facts, Request, Result, Verdict, Worker
+from dora_pipe.orchestrator.entities import Request, Result, Verdict, Worker
 from dora_pipe.orchestrator.scoring import answer_error
 from dora_pipe.orchestrator.serving import VERSIONS_MAX
 from dora_pipe.orchestrator.state import State
@@ -98,7 +98,7 @@ def apply_control(state: State, offset: int, record: AnyControl | Unknown | Sche
 
 
 def _run_started(state: State, offset: int, record: RunStarted) -> str:
-    if state.facts is not None:
+    if state.started is not None:
         return "the run has already started"
     try:
         config = logged_config(record.config)
@@ -108,18 +108,8 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
         return "the data set has no rows"
     if why := _data_error(record, config):
         return why
-    state.facts = Facts(
-        run=record.run,
-        seed=record.seed,
-        dataset_digest=record.dataset_digest,
-        dataset_rows=record.dataset_rows,
-        eval_digest=record.eval_digest,
-        eval_rows=record.eval_rows,
-        assets_digest=record.assets_digest,
-        datasets=record.datasets,
-        scored_together=record.scored_together,
-    )
-    state.config, state.planner = config, record.planner
+    state.started = record
+    state.config = config
     state.policies[0] = record.policy.digest
     return ""
 
@@ -147,7 +137,7 @@ def _role_started(state: State, offset: int, record: RoleStarted) -> str:
 
 
 def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
-    if state.facts is None:
+    if state.started is None:
         return "the run has not started"
     if not record.worker:
         return "it has no name"
@@ -157,7 +147,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         return f"{record.max_resident_versions} resident versions are invalid"
     if record.colocated and (state.partial_rollout or record.max_resident_versions > 1):
         return f"{record.worker} is colocated but serves several versions"
-    if record.assets_digest != state.facts.assets_digest:
+    if record.assets_digest != state.started.assets_digest:
         return f"{record.worker} differs from the run in its model configuration or tokenizer"
     older = state.workers.get(record.worker)
     if older is not None:
@@ -226,7 +216,7 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
         offset=entry.offset,
         sha256=entry.sha256,
     )
-    result = Result(taken=taken, reward=entry.reward, tokens=entry.tokens)
+    result = Result(taken=taken, reward=entry.reward)
     end_sample(state, name, result, error=entry.error)
     return ""
 

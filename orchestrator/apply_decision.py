@@ -85,7 +85,7 @@ from dora_pipe.schemas.rounds import (
 
 def apply_decision(state: State, decision: AnyDecision) -> None:
     """Fold one decision. Raises InvariantBroken, changing nothing, if it is illegal."""
-    under_way = state.facts is not None and not state.done and not state.failures.halted
+    under_way = state.started is not None and not state.done and not state.failures.halted
     _require(under_way, "the run has not started or has ended")
     _APPLY[type(decision)](state, decision)
 
@@ -511,16 +511,15 @@ def next_training_row(
 
 
 def train_data(state: State, task: str) -> DataSet:
-    facts = state.facts
-    assert facts is not None
-    plain = DataSet(digest=facts.dataset_digest, rows=facts.dataset_rows)
-    return facts.datasets.get(source_of("train", task), plain)
+    data = None if state.started is None else state.started.data(source_of("train", task))
+    assert data is not None, "the run has not started with this task"
+    return data
 
 
 def train_spec(state: State, row: NextRow) -> GroupSpec:
     """Return the next training group."""
-    assert state.facts is not None and state.config is not None
-    ordinal, facts, task = state.ordinal, state.facts, _next_task(state).name
+    assert state.started is not None and state.config is not None
+    ordinal, task = state.ordinal, _next_task(state).name
     return GroupSpec(
         group=group_id("train", ordinal),
         ordinal=ordinal,
@@ -532,7 +531,7 @@ def train_spec(state: State, row: NextRow) -> GroupSpec:
         dataset_digest=train_data(state, task).digest,
         index=row.index,
         data_epoch=row.data_epoch,
-        seed=group_seed(facts.seed, "train", ordinal),
+        seed=group_seed(state.started.seed, "train", ordinal),
         size=state.config.rollout.group_size,
         task=task,
         redundancy=state.config.rollout.group_redundancy,
@@ -550,11 +549,11 @@ def _next_task(state: State) -> Task:
 
 def eval_spec(state: State) -> GroupSpec:
     """Return the next evaluation group."""
-    assert state.facts is not None and state.config is not None
+    assert state.started is not None and state.config is not None
     due = next_evaluation(state)
     assert due is not None
     return evaluation_group(
-        state.facts,
+        state.started,
         state.config,
         due,
         state.eval_row,
@@ -565,8 +564,8 @@ def eval_spec(state: State) -> GroupSpec:
 
 
 def _rows(state: State, evaluation: Evaluation) -> int:
-    assert state.facts is not None
-    return evaluation_rows(state.facts, evaluation)
+    assert state.started is not None
+    return evaluation_rows(state.started, evaluation)
 
 
 def evaluation_due(state: State) -> bool:

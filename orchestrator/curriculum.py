@@ -16,7 +16,7 @@ from typing import Final
 from dora_pipe.config.model import Config, Evaluation, Task
 from dora_pipe.core.errors import ConfigError, reason
 from dora_pipe.core.system.own_code import importable, load_function, source_sha256
-from dora_pipe.orchestrator.entities import Facts, Group
+from dora_pipe.orchestrator.entities import Group
 from dora_pipe.orchestrator.rows import UNSEEN, Curriculum, PendingOutcome, RowStats, Weights
 from dora_pipe.orchestrator.staleness import EVALUATION_DEADLINE
 from dora_pipe.orchestrator.state import State
@@ -153,8 +153,8 @@ def next_row(
 
     Raises ConfigError if a sampler fails.
     """
-    assert state.facts is not None
-    source, seed = source_of("train", task.name), state.facts.seed
+    assert state.started is not None
+    source, seed = source_of("train", task.name), state.started.seed
     position = state.drawn.get(task.name, 0) if task.name else state.ordinal
     if task.sampler:
         if chosen is None:
@@ -184,14 +184,14 @@ def is_solved(state: State, task: Task, index: int) -> bool:
 
 
 def _drawn(state: State, task: Task, rows: int, samplers: Samplers, position: int) -> int:
-    assert state.facts is not None
+    assert state.started is not None
     if samplers.recorded is not None:
         return samplers.recorded.get(state.ordinal, 0)
     source = source_of("train", task.name)
     weights = state.weights.get(source)
     if weights is None:
         weights = state.weights[source] = _weights(state, task, rows, samplers)
-    number = derive_seed("draw", state.facts.seed, source, position)
+    number = derive_seed("draw", state.started.seed, source, position)
     return weights.draw((number >> (63 - DRAW_BITS)) / (1 << DRAW_BITS))
 
 
@@ -241,13 +241,13 @@ def stats_of(state: State, source: str, rows: int) -> list[RowStats]:
     return stats
 
 
-def evaluation_rows(facts: Facts | RunStarted, evaluation: Evaluation) -> int:
-    data = facts.datasets.get(source_of("eval", evaluation.name))
-    return min(evaluation.prompts, data.rows if data else facts.eval_rows)
+def evaluation_rows(started: RunStarted, evaluation: Evaluation) -> int:
+    data = started.datasets.get(source_of("eval", evaluation.name))
+    return min(evaluation.prompts, data.rows if data else started.eval_rows)
 
 
 def evaluation_group(
-    facts: Facts | RunStarted,
+    started: RunStarted,
     config: Config,
     evaluation: Evaluation,
     row: int,
@@ -257,7 +257,7 @@ def evaluation_group(
     digest: str,
 ) -> GroupSpec:
     """Return one row's group for a version."""
-    data = facts.datasets.get(source_of("eval", evaluation.name))
+    data = started.datasets.get(source_of("eval", evaluation.name))
     return GroupSpec(
         group=group_id("eval", ordinal),
         ordinal=ordinal,
@@ -266,10 +266,10 @@ def evaluation_group(
         digest=digest,
         deadline=EVALUATION_DEADLINE,
         partition=partition_of(ordinal, config.bus.partitions),
-        dataset_digest=data.digest if data else facts.eval_digest,
+        dataset_digest=data.digest if data else started.eval_digest,
         index=row,
         data_epoch=0,
-        seed=group_seed(facts.seed, "eval", row),
+        seed=group_seed(started.seed, "eval", row),
         size=evaluation.group_size,
         task=config.task_of(evaluation).name,
         evaluation=evaluation.name,

@@ -43,7 +43,7 @@ SUM_BYTES: Final = 32
 _TABLE_OF: Final = {str(kind): table for kind, table in TABLES.items()}
 
 LEFT_OUT: Final = frozenset(
-    {"chain", "planner", "index", "leaves", "queues", "finished", "weights", *TABLES.values()}
+    {"chain", "started", "index", "leaves", "queues", "finished", "weights", *TABLES.values()}
 )
 """Fields of State without rest entry."""
 

@@ -1,4 +1,4 @@
-"""Entities of the orchestrator's state: facts, groups, requests and workers."""
+"""Entities of the orchestrator's state: groups, requests and workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from dora_pipe.orchestrator.staleness import Finished
-from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
+from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec, Outcome
 
@@ -22,20 +22,6 @@ U contains the training groups in the first three phases, `UNTAKEN`.
 UNTAKEN: Final = ("generating", "scoring", "finished")
 
 Drain = Literal["no", "asked", "told"]
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Constant fields of `run started`."""
-
-    run: str
-    seed: int
-    dataset_digest: str
-    dataset_rows: int
-    eval_digest: str
-    eval_rows: int
-    assets_digest: str
-    datasets: dict[str, DataSet] = {}
-    scored_together: tuple[str, ...] = ()
 
 
 class Request(msgspec.Struct, kw_only=True, gc=False):
@@ -67,7 +53,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
 
     taken: TakenTrajectory | None
     reward: float | None
-    tokens: int
     scored: bool = False
     """Whether the reward comes from scoring the group together."""
 

@@ -12,6 +12,7 @@ Filtered groups do not count as failed. A halted run keeps its open groups.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -69,48 +70,25 @@ def note(
     return msgspec.structs.replace(failures, failed=(*kept, failed))
 
 
-def resumed(ended_groups: int) -> Failures:
-    """Restart the count."""
-    return Failures(since=ended_groups)
-
-
 def halt_due(failures: Failures, rules: Rollout, *, ended_groups: int) -> Halt | None:
     """Return the halt decision if due."""
-    most, count = rules.max_failed_share, ended_groups - failures.since
+    most, count, full = rules.max_failed_share, ended_groups - failures.since, window(rules)
     if failures.halted or most is None or most >= 1 or not failures.failed:
         return None
-    recent = _recent(failures, rules, ended_groups)
+    size = min(count, full)
+    recent = [group for group in failures.failed if group.at > ended_groups - size]
     first = count >= max(FIRST_MIN, FIRST_BATCHES * rules.prompts_per_step) and len(recent) == count
-    full = window(rules)
     if not first and not (count >= full and len(recent) > most * full):
         return None
-    error, example = most_frequent(recent)
-    return Halt(
-        reason=f"{summary(failures, rules, ended_groups=ended_groups)}; the run stops",
-        error=error,
-        trajectory=example,
-    )
+    which = "all of" if len(recent) == size else f"{len(recent)} of"
+    error, example = _most_frequent(recent)
+    often = f"{which} the last {size} groups failed, most often: {error} ({example})"
+    return Halt(reason=f"{often}; the run stops", error=error, trajectory=example)
 
 
-def summary(failures: Failures, rules: Rollout, *, ended_groups: int) -> str:
-    """Describe recent failures; empty if none."""
-    recent = _recent(failures, rules, ended_groups)
-    if not recent:
-        return ""
-    count = min(ended_groups - failures.since, window(rules))
-    which = "all of" if len(recent) == count else f"{len(recent)} of"
-    error, example = most_frequent(recent)
-    return f"{which} the last {count} groups failed, most often: {error} ({example})"
-
-
-def most_frequent(failed: tuple[FailedGroup, ...]) -> tuple[str, str]:
+def _most_frequent(failed: Sequence[FailedGroup]) -> tuple[str, str]:
     """Return the most frequent error and its newest trajectory; errors are grouped by class."""
     kinds = Counter(group.error.partition(":")[0] for group in failed)
     kind, _ = max(kinds.items(), key=lambda item: (item[1], item[0]))
     newest = next(group for group in failed[::-1] if group.error.partition(":")[0] == kind)
     return newest.error, newest.trajectory
-
-
-def _recent(failures: Failures, rules: Rollout, ended_groups: int) -> tuple[FailedGroup, ...]:
-    first = max(failures.since, ended_groups - window(rules))
-    return tuple(group for group in failures.failed if group.at > first)

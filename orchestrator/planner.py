@@ -147,7 +147,7 @@ def decide(
     Raises ConfigError if `samplers` fail.
     """
     draft = Draft(state, DECISIONS_MAX if limit is None else limit, samplers)
-    if state.facts is not None and not state.done:
+    if state.started is not None and not state.done:
         for stage in _STAGES:
             if not state.failures.halted:
                 stage(draft)

@@ -28,8 +28,8 @@ def samples_of(group: Group) -> tuple[TakenTrajectory, ...]:
 def is_due(state: State, group: Group) -> bool:
     """Report whether the group only lacks its scores."""
     return (
-        state.facts is not None
-        and group.spec.source in state.facts.scored_together
+        state.started is not None
+        and group.spec.source in state.started.scored_together
         and group.phase == "generating"
         and group.valid > 0
     )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from dora_pipe.config.model import Config, async_batches
 from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.entities import (
-    Facts,
     Group,
     Request,
     Residence,
@@ -33,6 +32,7 @@ from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.rows import Curriculum, RowStats, Weights
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, GroupSpec, SampleOutcome
 
 
@@ -51,12 +51,10 @@ class Counters:
 class State:
     """State of the orchestrator."""
 
-    facts: Facts | None = None
+    started: RunStarted | None = None
     """None before `run started`."""
     config: Config | None = None
     """Configuration in force."""
-    planner: str = ""
-    """Planner of `run started`; later ones keep its plan size."""
 
     version: int = 0
     """t: number of committed steps."""

@@ -7,6 +7,8 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from dora_pipe.config.model import Rollout, async_batches
 from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.entities import (
@@ -21,7 +23,7 @@ from dora_pipe.orchestrator.entities import (
     Verdict,
     Worker,
 )
-from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
+from dora_pipe.orchestrator.failures import Failures, ended, halt_due, note
 from dora_pipe.orchestrator.in_flight import InFlight
 from dora_pipe.orchestrator.index import pull, push, queue_key
 from dora_pipe.orchestrator.scoring import is_due
@@ -130,7 +132,7 @@ def fault(state: State, trajectory: str, error: str) -> None:
 
 def fail_sample(state: State, trajectory: str, error: str) -> None:
     """End a trajectory as failed."""
-    end_sample(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
+    end_sample(state, trajectory, Result(taken=None, reward=None), error=error)
 
 
 def end_sample(state: State, trajectory: str, result: Result, *, error: str) -> None:
@@ -210,9 +212,7 @@ def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> Non
     for sample, result in enumerate(group.results):
         if result is not None and result.taken is not None and result.reward is not None:
             reward = rewards[result.taken.trajectory]
-            group.results[sample] = Result(
-                taken=result.taken, reward=reward, tokens=result.tokens, scored=True
-            )
+            group.results[sample] = msgspec.structs.replace(result, reward=reward, scored=True)
     _settle(state, group)
 
 
@@ -229,10 +229,7 @@ def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) ->
 def _fail_scoring(state: State, group: Group, error: str) -> None:
     del state.scoring[group.spec.group]
     state.leaves.touch("group", group.spec.group)
-    group.results = [
-        result and Result(taken=result.taken, reward=None, tokens=result.tokens)
-        for result in group.results
-    ]
+    group.results = [result and Result(taken=result.taken, reward=None) for result in group.results]
     group.valid = 0
     _settle(state, group, error=error, trajectory=trajectory_id(group.spec.group, 0))
 
@@ -439,7 +436,7 @@ def halt_now(state: State) -> Halt | None:
 
 def go_on_after_failures(state: State) -> None:
     """Resume a halted run."""
-    state.failures = resumed(ended(state.counters.outcomes))
+    state.failures = Failures(since=ended(state.counters.outcomes))
     state.trigger = "the run was resumed"
 
 

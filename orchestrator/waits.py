@@ -36,7 +36,7 @@ def waits(
 
 def admission_limit(state: State) -> str:
     """Return the setting that blocks admission; empty if none."""
-    idle = state.facts is None or state.done or state.paused
+    idle = state.started is None or state.done or state.paused
     return "" if idle else closed_by(state.deadlines, state.standing())
 
 
@@ -52,7 +52,7 @@ def held_back_by(topics: Sequence[str]) -> PendingWait:
 
 
 def _standing(state: State, since_ns: int | None) -> PendingWait | None:
-    if state.facts is None:
+    if state.started is None:
         return _still("start", "the start of the run", "", "short")
     if state.done:
         return None

@@ -87,7 +87,7 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
         bus, topics, decisions_from=decisions_from, control_from=state.control_next
     ):
         fold_round(state, read.round, read.folded())
-    run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
+    run_started, incarnation = state.started is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
     for record in records_of(bus, {control: bus.end(control)}, start=state.control_next):
         decoded = read_control(record.value)

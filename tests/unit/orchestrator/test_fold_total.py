@@ -105,9 +105,9 @@ def test_run_whose_configuration_cannot_be_read_does_not_start() -> None:
     record = records.run_started(CONFIG)
     odd = msgspec.structs.replace(record, config={**record.config, "warp": {}})
     apply_control(state, 0, odd)
-    assert state.facts is None
+    assert state.started is None
     assert "warp" in state.counters.rejection
     apply_control(state, 2, msgspec.structs.replace(record, dataset_rows=0))
-    assert state.facts is None
+    assert state.started is None
     apply_control(state, 4, record)
-    assert state.facts is not None
+    assert state.started is not None

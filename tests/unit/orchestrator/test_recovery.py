@@ -104,7 +104,7 @@ def control_of(bus: MemoryBus) -> list[object]:
 def test_role_starts_the_run_once_and_takes_the_next_incarnation_each_time() -> None:
     bus = fresh()
     state = be_orchestrator(bus)
-    assert state.facts is not None
+    assert state.started is not None
     assert not state.done
     again = be_orchestrator(bus)
     control = control_of(bus)

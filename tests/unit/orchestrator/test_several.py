@@ -40,4 +40,4 @@ def test_a_run_without_the_rows_of_a_task_does_not_start() -> None:
     del started.datasets["train/b"]
     stage.tell(started)
     assert "the number of rows of train/b is missing" in stage.state.counters.rejection
-    assert stage.state.facts is None
+    assert stage.state.started is None

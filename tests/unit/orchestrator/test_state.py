@@ -50,7 +50,7 @@ def other(value: Any, empty: Any = 3) -> Any:
     return None
 
 
-FOLLOWS = ("chain", "planner", "index", "leaves", "queues", "finished", "weights")
+FOLLOWS = ("chain", "started", "index", "leaves", "queues", "finished", "weights")
 """Fields outside the digest, except for keys that no run changes."""
 
 

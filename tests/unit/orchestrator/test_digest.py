@@ -9,7 +9,7 @@ from dora_pipe.orchestrator.digest import TABLES, Leaves, digest_of, rest_of
 from dora_pipe.schemas.wire import canonical
 from tests.support.orchestrator_stage import Stage
 
-RECORDED = "306ace0f6d2a63688c51f3be22a160f9e25cabbc1169433c8d4ea82c93473c77"
+RECORDED = "38e4a4aa99862479886072420e4a70c7b6f8528469490bb32aefdadafa0b0f1d"
 
 
 def test_digest_follows_the_formula_and_equals_the_recorded_one() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dora_pipe.bus.base import ends_of
 from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config.model import Timing
 from dora_pipe.core.errors import RunHalted, UsageError
@@ -77,8 +78,7 @@ def run_orchestrator(
 ) -> State:
     """Run the orchestrator until the run is over or `stop` returns True; return the final state.
 
-    `run_started` starts an empty log. `resumed_by` resumes a halted run. The log is read only after
-    the predecessor is fenced and no record is held back (`core.loop.run_lifecycle`).
+    `run_started` starts an empty log. `resumed_by` resumes a halted run.
 
     Raises RunHalted, Fenced by a successor, UsageError without a run, InvariantBroken and
     LogTruncated if the log was changed, BusError, ConfigError of `samplers`.
@@ -114,20 +114,20 @@ def run_orchestrator(
             exclusive=True,
             status=status,
             waiting=Tidying(),
-            kept=[
-                TopicPartition(topic, number)
-                for topic in topics.all()
-                for number in range(bus.partitions(topic))
-            ],
+            kept=[partition for topic in topics.all() for partition in ends_of(bus, topic)],
         )
         with closing(runtime):
             runtime.run(stop)
-        if halted := machine.state.failures.halted:
-            raise RunHalted(f"{topics.run}: {halted}", hint=HALTED_HINT)
-        return machine.state
+        return _unless_halted(machine.state, topics.run)
     finally:
         status.close()
         writer.close()
+
+
+def _unless_halted(state: State, run: str) -> State:
+    if halted := state.failures.halted:
+        raise RunHalted(f"{run}: {halted}", hint=HALTED_HINT)
+    return state
 
 
 class OrchestratorPorts(PortGroup[MetricsTrimmed]):

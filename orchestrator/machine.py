@@ -25,7 +25,7 @@ from dora_pipe.core.pure.machine import (
     Published,
     StopAsked,
 )
-from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.records import Append, Record, TopicPartition, dead_letter_of
 from dora_pipe.core.pure.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
 from dora_pipe.core.pure.wait_tracker import Limits, WaitTracker
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
@@ -52,7 +52,7 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
     WorkerReady,
 )
-from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
+from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics, merged
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
@@ -422,7 +422,7 @@ class OrchestratorMachine:
 
     def _bury(self, record: Record, error: SchemaError, now: Now) -> None:
         try:
-            value, headers = encode_dead_letter(DeadLetter.of(record, error, now.wall_ns))
+            value, headers = encode_dead_letter(dead_letter_of(record, error, now.wall_ns))
         except SchemaError as unfit:
             LOG.error("unreadable record at %s: %s", record.offset, unfit.message)
             return

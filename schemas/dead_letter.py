@@ -11,12 +11,10 @@ import binascii
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
 import msgspec
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.wire import decode, sha256_hex
 
 HEADER = "dead-letter"
@@ -68,21 +66,6 @@ class DeadLetter:
     value: bytes | None
     """None if omitted for size; the original record still has it."""
     headers: tuple[tuple[str, bytes], ...] = ()
-
-    @classmethod
-    def of(cls, record: Record, error: SchemaError, at_ns: int) -> Self:
-        """Return the dead letter of an unreadable record."""
-        return cls(
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=error.message,
-            path=error.path,
-            at_ns=at_ns,
-            key=record.key,
-            value=record.value,
-            headers=record.headers,
-        )
 
 
 def encode_dead_letter(

@@ -20,7 +20,7 @@ from dora_pipe.consumers.trainer.commits import smallest_offsets
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, retry_bus
 from dora_pipe.core.loop.runtime import Meter
-from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.pure.records import Record, TopicPartition, dead_letter_of
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
@@ -163,7 +163,7 @@ class BatchReader:
         return letters
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
-        return DeadLetter.of(record, error, self._clock.wall_ns())
+        return dead_letter_of(record, error, self._clock.wall_ns())
 
     def close(self) -> None:
         self._reader.close()

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.dead_letter import DeadLetter
+
 
 class TopicPartition(NamedTuple):
     """Partition of a topic, e.g. ``TopicPartition("demo.control", 0)``."""
@@ -51,6 +54,21 @@ def stored(record: Append, offset: int) -> Record:
         topic=record.topic,
         partition=record.partition,
         offset=offset,
+        key=record.key,
+        value=record.value,
+        headers=record.headers,
+    )
+
+
+def dead_letter_of(record: Record, error: SchemaError, at_ns: int) -> DeadLetter:
+    """Return the dead letter of an unreadable record."""
+    return DeadLetter(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        reason=error.message,
+        path=error.path,
+        at_ns=at_ns,
         key=record.key,
         value=record.value,
         headers=record.headers,

@@ -30,7 +30,7 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.linux import dying
 from dora_pipe.producers.adapters.episodes import packages_of
 from dora_pipe.producers.tasks.agents import AgentTask
-from dora_pipe.producers.tasks.calls import one_line
+from dora_pipe.producers.tasks.calls import message_line
 from dora_pipe.producers.tasks.task import Retry, Reward, Row, Split
 
 VERSION: Final = "0.4."
@@ -129,7 +129,7 @@ class VerifiersTask(AgentTask):
             if "not found (tried to import" not in str(error):
                 raise  # a missing dependency of the package
             raise ConfigError(
-                f"task.kind: `{self._kind}`: {one_line(str(error))}",
+                f"task.kind: `{self._kind}`: {message_line(str(error))}",
                 hint=f"install it where verifiers is ({sys.executable}), or put "
                 f"{name.replace('-', '_')}.py next to the configuration",
             ) from None
@@ -137,7 +137,7 @@ class VerifiersTask(AgentTask):
             raise self._refused(error) from error
 
     def _refused(self, error: Exception) -> ConfigError:
-        return ConfigError(f"task.options.env: `{self._kind}`: {one_line(str(error))}")
+        return ConfigError(f"task.options.env: `{self._kind}`: {message_line(str(error))}")
 
     def _config(self, config: Mapping[str, Any], name: str, **taskset: Any) -> Any:
         tasks = {**config.get("taskset", {}), **taskset, "id": name}
@@ -249,7 +249,7 @@ def _failure(errors: Sequence[Any]) -> Exception:
     if not errors:
         return VerifiersError("the episode failed without an error")
     first = errors[0]
-    message = one_line(f"{first.type}: {first.message}")
+    message = message_line(f"{first.type}: {first.message}")
     outside = first.type in _OUTSIDE or (first.status_code or 0) >= _SERVER_ERROR
     return Retry(message) if outside else VerifiersError(message)
 

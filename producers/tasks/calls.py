@@ -303,7 +303,8 @@ def unpack(buffer: bytearray) -> Iterator[bytes]:
     return unframed(buffer, FRAME_BYTES_MAX)
 
 
-def one_line(text: str) -> str:
+def message_line(text: str) -> str:
+    """Return an error message with its lines joined, shortened to `MESSAGE_CHARS_MAX`."""
     line = " ".join(text.encode("utf-8", "replace").decode().split())
     if len(line) <= MESSAGE_CHARS_MAX:
         return line

@@ -16,7 +16,7 @@ from typing import Final
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.pure.frames import framed
 from dora_pipe.core.system.console import own_name
-from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, one_line
+from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, message_line
 
 TOKEN_CHARACTERS_MIN: Final = 16
 
@@ -85,13 +85,13 @@ def _check(python: str) -> None:
         raise ConfigError(f"{key} cannot be run: {error}") from error
     version = answer.stdout.strip()
     if not version.replace(".", "").isdecimal():
-        raise ConfigError(f"{key} is not Python: {one_line(answer.stderr.strip() or version)}")
+        raise ConfigError(f"{key} is not Python: {message_line(answer.stderr.strip() or version)}")
     if tuple(map(int, version.split("."))) < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise ConfigError(f"{key} is Python {version}, expected {needed} or newer")
     if answer.returncode:
         raise ConfigError(
-            f"{key} has no msgspec: {one_line(answer.stderr.strip().rpartition(chr(10))[2])}",
+            f"{key} has no msgspec: {message_line(answer.stderr.strip().rpartition(chr(10))[2])}",
             hint=f"{python} -m pip install msgspec",
         )
 

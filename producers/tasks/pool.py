@@ -40,7 +40,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFacts,
     TaskFailed,
     Up,
-    one_line,
+    message_line,
     pack,
 )
 from dora_pipe.producers.tasks.child import (
@@ -344,7 +344,7 @@ class TaskPool:
         breaker.bad += 1
         if breaker.bad < BAD_MAX:
             return
-        why = one_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
+        why = message_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
         self._places.failed(location, now_ns, why)
         for other in list(self._children):
             if other.link.url == location and not other.exhausted:
@@ -449,7 +449,7 @@ class TaskPool:
                 self._lose_agent(call, child, message)
         free = [call for call in calls if call.episode is None and not call.forgotten]
         self._queue.extendleft(reversed(free))
-        why = one_line(f"the process of its environment ended: {message}")
+        why = message_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
             self._ends_ns.pop(request, None)
@@ -460,7 +460,7 @@ class TaskPool:
     def _lose_agent(self, call: OpenCall, child: Child, message: str) -> None:
         call.forgotten = True
         del self._open[call.request]
-        why = one_line(f"the process of its agent ended: {message}")
+        why = message_line(f"the process of its agent ended: {message}")
         self._lost[call.request] = why, child
         self._events.append(EpisodeLost(request=call.request, message=why))
 
@@ -486,4 +486,4 @@ class TaskPool:
             held[0].end(held[1], self._clock.now_ns())
 
     def _fail(self, request: str, error: str, message: str) -> None:
-        self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
+        self._events.append(TaskFailed(request=request, error=error, message=message_line(message)))

@@ -30,7 +30,7 @@ from dora_pipe.producers.tasks.calls import (
     Refused,
     Setup,
     StillOpening,
-    one_line,
+    message_line,
     pack,
     unpack,
 )
@@ -135,7 +135,7 @@ def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hel
         return Refused(error.message, error.hint, isinstance(error, ConfigError))
     except (Exception, SystemExit) as error:
         sys.stderr.write(traceback_of(error))
-        message = one_line(f"the task cannot be opened: {type(error).__name__}: {error}")
+        message = message_line(f"the task cannot be opened: {type(error).__name__}: {error}")
         return Refused(message, None, False)
 
 

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError, printable
-from dora_pipe.core.errors import one_line as cut
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError, one_line, printable
 from dora_pipe.core.system.own_code import traceback_of, with_place
 from dora_pipe.producers.tasks.agents import open_agent
 from dora_pipe.producers.tasks.calls import (
@@ -46,7 +45,7 @@ from dora_pipe.producers.tasks.calls import (
     Setup,
     TaskFacts,
     TaskFailed,
-    one_line,
+    message_line,
     pack,
 )
 from dora_pipe.producers.tasks.execution import (
@@ -170,7 +169,7 @@ class TaskServer:
             if not isinstance(error, asyncio.CancelledError):
                 self._show(error)
             name = "Retry" if isinstance(error, Retry) else type(error).__name__
-            message = one_line(with_place(error) if fault_of(name) == "code" else str(error))
+            message = message_line(with_place(error) if fault_of(name) == "code" else str(error))
             answer = pack(CallAnswer(call.number, self._failure(call, name, message)))
         del self._running[call.number]
         if isinstance(call.call, RewardCall) and call.episode is not None:
@@ -189,7 +188,7 @@ class TaskServer:
             isinstance(call.call, EnvStep | AgentCall)
             or (isinstance(call.call, PromptCall) and self._episodic)
         ):
-            return EpisodeLost(request=request, message=one_line(f"Retry: {message}"))
+            return EpisodeLost(request=request, message=message_line(f"Retry: {message}"))
         return TaskFailed(request=request, error=error, message=message)
 
     def _context_of(self, call: Call) -> CallContext:
@@ -220,7 +219,8 @@ class TaskServer:
             except Retry as error:
                 if tries >= RETRIES_MAX or isinstance(call.call, AgentCall):
                     raise
-                sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
+                message = one_line(str(error), MESSAGE_CHARACTERS_MAX)
+                sys.stderr.write(f"task: tried again: {message}\n")
             seed = derive_seed("retry", call.call.request, call.number, tries)
             share = random.Random(seed).uniform(0.5, 1.0)
             context.report("waiting")
@@ -313,7 +313,7 @@ class TaskServer:
         if self._shown > ERRORS_MAX:
             return
         if isinstance(error, DoraError):
-            sys.stderr.write(f"task: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
+            sys.stderr.write(f"task: {one_line(str(error), MESSAGE_CHARACTERS_MAX)}\n")
         else:
             sys.stderr.write(traceback_of(error))
         if self._shown == ERRORS_MAX:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.system.own_code import nearest, traceback_of, with_place
-from dora_pipe.producers.tasks.calls import one_line
+from dora_pipe.producers.tasks.calls import message_line
 from dora_pipe.producers.tasks.execution import call_in_thread
 from dora_pipe.producers.tasks.messages import arguments_of, tool_name
 from dora_pipe.producers.tasks.task import (
@@ -33,10 +33,11 @@ from dora_pipe.producers.tasks.values import NoValue, as_text
 
 CALLS_MAX: Final = 32
 
-REFUSED_MAX: Final = 20
+LOGGED_MAX: Final = 20
 """Most kinds of logged errors."""
 
-_refused: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
+"""Tools and types."""
 
 TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
 """`task.environment_timeout_s` of this process."""
@@ -141,10 +142,8 @@ def _shown(name: str, value: Any) -> ToolResult:
     try:
         return ToolResult(text=as_text(value), ok=True)
     except (NoValue, RecursionError) as error:
-        kind = type(value).__name__
-        if (name, kind) not in _refused and len(_refused) < REFUSED_MAX:
-            _refused.add((name, kind))
-            sys.stderr.write(f"task: the model cannot read what the tool `{name}` gave: {error}\n")
+        unread = f"the model cannot read what the tool `{name}` gave: {error}\n"
+        _log_first(name, type(value).__name__, unread)
         return ToolResult(
             text=f"error: `{name}` gave a value that cannot be shown: {error}", ok=False
         )
@@ -154,7 +153,8 @@ def _outcome(task: asyncio.Task[ToolResult], error: BaseException | None) -> Too
     if isinstance(error, ToolFailed):
         return ToolResult(text=f"error: {error}", ok=False)
     if error is not None:
-        return ToolResult(text=f"error: {type(error).__name__}: {one_line(str(error))}", ok=False)
+        message = f"{type(error).__name__}: {message_line(str(error))}"
+        return ToolResult(text=f"error: {message}", ok=False)
     if not task.done():
         return ToolResult(text=f"error: timed out after {TOOL_LIMIT_S.get():g} s", ok=False)
     if task.cancelled():
@@ -163,14 +163,17 @@ def _outcome(task: asyncio.Task[ToolResult], error: BaseException | None) -> Too
 
 
 def _raised(name: str, error: BaseException | None) -> str:
-    """Log the first traceback of each class."""
     if error is None or isinstance(error, ToolFailed):
         return ""
     kind = type(error).__name__
-    if (name, kind) not in _refused and len(_refused) < REFUSED_MAX:
-        _refused.add((name, kind))
-        sys.stderr.write(f"task: the tool `{name}` raised:\n{traceback_of(error)}")
-    return one_line(f"{kind}: {with_place(error)}")
+    _log_first(name, kind, f"the tool `{name}` raised:\n{traceback_of(error)}")
+    return message_line(f"{kind}: {with_place(error)}")
+
+
+def _log_first(tool: str, kind: str, text: str) -> None:
+    if (tool, kind) not in _logged and len(_logged) < LOGGED_MAX:
+        _logged.add((tool, kind))
+        sys.stderr.write(f"task: {text}")
 
 
 def _message(call: ToolCall, result: ToolResult) -> dict[str, Any]:

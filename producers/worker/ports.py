@@ -48,7 +48,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskEffect,
     TaskEvent,
     TaskFailed,
-    one_line,
+    message_line,
 )
 from dora_pipe.producers.tasks.task import Completion, Turn
 from dora_pipe.producers.worker.effects import (
@@ -233,7 +233,7 @@ class TaskPort:
         if isinstance(message, Forget):
             return []
         self.start(Forget(request=message.request))
-        text = one_line(reason(error))
+        text = message_line(reason(error))
         return [TaskFailed(request=message.request, error=type(error).__name__, message=text)]
 
     def _translated(self, event: TaskEvent) -> Iterator[TaskEvent]:

@@ -16,7 +16,7 @@ from dora_pipe.producers.tasks.calls import (
     GroupRewarded,
     SampledTurns,
     TaskFailed,
-    one_line,
+    message_line,
 )
 from dora_pipe.producers.worker.effects import FetchGroup, GroupFetched
 from dora_pipe.producers.worker.requests import Requests
@@ -135,7 +135,7 @@ class Scorings:
             group=decision.spec.group,
             attempt=decision.attempt,
             samples=samples,
-            error=one_line(error)[:ERROR_CHARACTERS_MAX],
+            error=message_line(error)[:ERROR_CHARACTERS_MAX],
             retryable=retryable,
         )
         self._requests.publish_control(self._setup.worker, answer)

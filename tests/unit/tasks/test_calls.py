@@ -31,7 +31,7 @@ from dora_pipe.producers.tasks.calls import (
     StillOpening,
     TaskFacts,
     TaskFailed,
-    one_line,
+    message_line,
     pack,
     unpack,
 )
@@ -118,8 +118,8 @@ def test_length_that_no_frame_has_is_refused_in_both_directions(
 
 
 @given(text=st.text())
-def test_one_line_is_one_short_line(text: str) -> None:
-    line = one_line(text)
+def test_a_message_is_one_short_line(text: str) -> None:
+    line = message_line(text)
     assert len(line) <= MESSAGE_CHARS_MAX
     assert len(line.splitlines()) <= 1
     assert line.encode().decode() == line

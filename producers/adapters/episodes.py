@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.system.own_code import load_function
+from dora_pipe.producers.tasks.arithmetic import EVAL_SEED
 from dora_pipe.producers.tasks.task import (
     Environment,
     Observation,
@@ -24,9 +25,6 @@ from dora_pipe.producers.tasks.task import (
     Task,
 )
 from dora_pipe.schemas.identity import derive_seed
-
-EVAL_SEED: Final = 999
-"""Seed of evaluation rows, independent of `options.seed` so that runs are comparable."""
 
 SEED_BITS: Final = 31
 """Bits of a seed, supported by most packages."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.system.own_code import nearest
-from dora_pipe.producers.adapters.episodes import EVAL_SEED, PromptFormat, packages_of, required
+from dora_pipe.producers.adapters.episodes import PromptFormat, packages_of, required
+from dora_pipe.producers.tasks.arithmetic import EVAL_SEED
 from dora_pipe.producers.tasks.task import Prompt, Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 

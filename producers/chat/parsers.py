@@ -132,7 +132,7 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCal
 
 def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
     for tool in tools:
-        function = tool.get("function", tool)
+        function = tool["function"]
         if function.get("name") == name:
             properties = function.get("parameters", {}).get("properties", {})
             return properties if isinstance(properties, Mapping) else {}

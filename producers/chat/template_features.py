@@ -94,13 +94,6 @@ class TemplateFeatures:
         return {"type": "function", "id": call.get("id") or "call00000", "function": function}
 
 
-def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
-        for tool in tools
-    ]
-
-
 def learn(template: Template, tool_template: Template) -> TemplateFeatures:
     """Detect the features of a template and its tool template. Raises PolicyError if it ignores
     user messages."""

@@ -13,10 +13,11 @@ from typing import Any
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template import Template
-from dora_pipe.producers.chat.template_features import TemplateFeatures, call, schemas
+from dora_pipe.producers.chat.template_features import TemplateFeatures, call
 from dora_pipe.producers.tasks.task import Message
 
 Tools = Sequence[dict[str, Any]]
+"""Schemas in OpenAI's format; see `messages.tool_schemas`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class TemplateRenderer:
         template = self.tooled if tools else self.plain
         marked = self.safe.marked(self.features.messages(messages), mark)
         return template.render(
-            marked, self.safe.marked(schemas(tools), mark, full=True), generate=generate
+            marked, self.safe.marked(list(tools), mark, full=True), generate=generate
         )
 
     def ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:

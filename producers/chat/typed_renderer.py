@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.producers.chat.proof import conversations
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
-from dora_pipe.producers.chat.template_features import schemas
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
 from dora_pipe.producers.tasks.task import Message, ToolCall, Turn
 
@@ -86,7 +85,7 @@ class TypedRenderer:
                 list(before),
                 list(sampled),
                 self.safe.marked(list(new), mark),
-                tools=self.safe.marked(schemas(tools), mark, full=True) or None,
+                tools=self.safe.marked(list(tools), mark, full=True) or None,
             )
         except _FAULTS as error:
             raise TaskError(f"renderer {self.name}: {error}") from None
@@ -98,7 +97,7 @@ class TypedRenderer:
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
         try:
             parsed = self._renderer.parse_response(
-                list(ids), tools=schemas(tools) or None, prompt_ids=list(before)
+                list(ids), tools=list(tools) or None, prompt_ids=list(before)
             )
         except _FAULTS as error:
             raise TaskError(f"renderer {self.name} cannot read this turn: {error}") from None
@@ -113,7 +112,7 @@ class TypedRenderer:
         try:
             return self._renderer.render(
                 self.safe.marked([dict(message) for message in messages], mark),
-                tools=self.safe.marked(schemas(tools), mark, full=True) or None,
+                tools=self.safe.marked(list(tools), mark, full=True) or None,
                 add_generation_prompt=generate,
             )
         except _FAULTS as error:

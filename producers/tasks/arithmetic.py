@@ -19,7 +19,7 @@ MODULUS = 10
 COUNT_MAX = 60
 
 EVAL_SEED = 999
-"""Fixed, so that evaluations are comparable."""
+"""Seed of evaluation rows of generated tasks: fixed, so that evaluations are comparable."""
 
 WORDS: tuple[str, ...] = (
     "|",

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.tasks.arithmetic import EVAL_SEED
 from dora_pipe.producers.tasks.messages import tool_schema
 from dora_pipe.producers.tasks.task import (
     Message,
@@ -29,9 +30,6 @@ from dora_pipe.schemas.identity import derive_seed
 
 MODULUS = 100
 NUMBERS_MAX = 9
-
-EVAL_SEED = 999
-"""Fixed, so that evaluations are comparable."""
 
 TOOL = "calculator"
 

@@ -145,7 +145,7 @@ class DatasetTask(Task):
                 load_function("task.tools", name, TaskError) for name in self._tool_names
             )
         functions = (*self._tools, *(self._mcp.tools() if self._mcp else ()))
-        names = [_name_of(schema) for schema in self.shown_tools(row)]
+        names = [schema["function"]["name"] for schema in self.shown_tools(row)]
         if not functions or not names:
             return functions
         by_name = {tool_name(tool): tool for tool in functions}
@@ -253,10 +253,6 @@ class DatasetTask(Task):
         return TaskError(
             f"{self._where}: row {index} has no {what} in `{column}`, so it is not a demonstration"
         )
-
-
-def _name_of(schema: Mapping[str, Any]) -> str:
-    return str(schema.get("function", schema)["name"])
 
 
 def _sources(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -136,7 +136,8 @@ def text_of(content: Any) -> str:
 
 
 def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Return the schemas in a row's column `tools`. Raises NoAnswer."""
+    """Return functions or schemas as schemas in OpenAI's format, also from JSON text. Raises
+    NoAnswer."""
     if isinstance(tools, str):
         try:
             tools = msgspec.json.decode(tools or "[]")
@@ -144,12 +145,15 @@ def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
             raise NoAnswer(f"tools: {error}") from None
     if isinstance(tools, Mapping) or not isinstance(tools or (), Sequence):
         raise NoAnswer(f"tools is {type(tools).__name__}, no list of functions or their schemas")
-    schemas = [tool_schema(tool) if callable(tool) else tool for tool in tools or ()]
-    for index, schema in enumerate(schemas):
+    schemas: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools or ()):
+        schema = tool_schema(tool) if callable(tool) else tool
         function = schema.get("function", schema) if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise NoAnswer(f"tools[{index}] is no function and no schema with a name")
-    return tuple(dict(schema) for schema in schemas)
+        named = schema if function is not schema else {"type": "function", "function": dict(schema)}
+        schemas.append(dict(named))
+    return tuple(schemas)
 
 
 def tool_name(function: Tool) -> str:

@@ -55,7 +55,7 @@ from dora_pipe.producers.tasks.execution import (
     Threads,
     call_user_code,
 )
-from dora_pipe.producers.tasks.messages import NoAnswer, finite, in_order, normal, tool_schema
+from dora_pipe.producers.tasks.messages import NoAnswer, finite, in_order, normal, tool_schemas
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.producers.tasks.task import (
     ANSWER_CHARACTERS_MAX,
@@ -355,7 +355,7 @@ def prompted(
         text="",
         episode=False,
         messages=normal(prompt, "prompt"),
-        tools=tuple(map(dict, shown)) or tuple(map(tool_schema, tools)),
+        tools=tool_schemas(shown or tools),
     )
 
 

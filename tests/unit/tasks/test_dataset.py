@@ -204,7 +204,8 @@ def test_a_rows_own_tools_are_shown_and_called_where_there_are_functions(
 ) -> None:
     row = {"prompt": [USER, {**SAID, "content": None, "tool_calls": [{"function": ADD}]}]}
     task, shown = conversing(write, module, {**row, "tools": [ADD]})
-    assert (task.shown_tools(shown), task.tools(shown)) == ((ADD,), ())
+    schema = {"type": "function", "function": ADD}
+    assert (task.shown_tools(shown), task.tools(shown)) == ((schema,), ())
     assert task.single_turn()
     with pytest.raises(TaskError, match="has no `answer`"):
         DatasetTask(data=str(write(json.dumps(row))), reward="exact").check()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from dora_pipe.consumers.trainer.checks import Known
@@ -85,7 +86,7 @@ LABEL = KvLabel(trajectory="g0000000001-000", prefix="p")
 TAKEN = TakenTrajectory(
     trajectory="g0000000001-000", attempt=1, incarnation=1, partition=0, offset=0, sha256="a" * 64
 )
-KV = Kv(tokens=1, layout="x", weights="b" * 64, arrays={})
+KV = Kv(tokens=1, layout="x", weights="b" * 64, array=np.zeros(1))
 SAID = SampledTurns(answer=[1], turns=[[1]], before=[])
 PLANTED = [
     RuntimeError("CUDA out of memory"),
@@ -314,7 +315,7 @@ def test_failure_is_this_worker_s_unless_the_version_is_known_to_be_wrong(
     port = _engine_port(planted, tmp_path)
     port.start(LoadWeights(version=3, digest="a"))
     (event,) = _events(port, 1)
-    assert (event.version, event.here) == (3, here)
+    assert (event.version, event.local) == (3, here)
     assert (str(planted) or "MemoryError") in event.message
     port.close()
 

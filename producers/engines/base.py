@@ -206,13 +206,12 @@ class EngineBase(Generic[R]):
             return None
         if request.params.routes and request.routed <= kv.tokens:
             return "tokens without recorded experts"
-        array, dtype, shape = self._kv_array(kv.tokens)
+        dtype, shape = self._kv_array(kv.tokens)
         return kv_mismatch(
             request,
             kv,
             layout=self._layout,
             weights=self._versions.of(request).digest,
-            array=array,
             dtype=dtype,
             shape=shape,
         )
@@ -302,6 +301,6 @@ class EngineBase(Generic[R]):
     def _kv_of(self, row: R) -> Kv | None:
         return None
 
-    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        """Return name, type and shape of the array."""
+    def _kv_array(self, tokens: int) -> tuple[str, tuple[int, ...]]:
+        """Return type and shape of the array."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ Declared capabilities, each covered by contract tests:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -84,12 +84,12 @@ class Kv:
     """Layout of the engine and model sizes; others are rejected."""
     weights: str
     """Digest (hex) of the weights that computed it."""
-    arrays: Mapping[str, Array] = field(compare=False)
+    array: Array = field(compare=False)
     """Little endian, row-major, not shared with the engine."""
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        return self.array.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

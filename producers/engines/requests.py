@@ -64,7 +64,6 @@ def kv_mismatch(
     *,
     layout: str,
     weights: str,
-    array: str,
     dtype: str,
     shape: tuple[int, ...],
 ) -> str | None:
@@ -75,12 +74,9 @@ def kv_mismatch(
         return "another layout"
     if kv.tokens != len(request.token_ids) - 1 or kv.tokens < 1:
         return "another number of tokens"
-    if set(kv.arrays) != {array}:
-        return "other arrays"
-    stored = kv.arrays[array]
-    if stored.dtype.str != dtype:
+    if kv.array.dtype.str != dtype:
         return "another type"
-    return None if stored.shape == shape else "another shape"
+    return None if kv.array.shape == shape else "another shape"
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:

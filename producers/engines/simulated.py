@@ -40,9 +40,6 @@ LENGTH_SIGMA = 1.3
 LENGTH_UNITS_MAX = 60
 """Turns have 2 n + 3 tokens, n log-normal(mu, sigma) in 1..60, as in the demo."""
 
-KV_ARRAY = "state"
-"""Array of an exported cache: uint64 [2], seed and position."""
-
 _MASK = (1 << 64) - 1
 _GREEDY_SEED = 0
 
@@ -160,7 +157,7 @@ class SimulatedEngine(EngineBase[_Row]):
         if misfit is not None or request.kv is None:
             return misfit
         expected = [_seed(request) & _MASK, len(request.token_ids)]
-        return None if request.kv.arrays[KV_ARRAY].tolist() == expected else "another request"
+        return None if request.kv.array.tolist() == expected else "another request"
 
     def step(self) -> list[EngineEvent]:
         events: list[EngineEvent] = []
@@ -190,8 +187,8 @@ class SimulatedEngine(EngineBase[_Row]):
     def _resume(self, row: _Row) -> None:
         row.computed, row.under = False, self._versions.of(row.request)
 
-    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        return KV_ARRAY, "<u8", (2,)
+    def _kv_array(self, tokens: int) -> tuple[str, tuple[int, ...]]:
+        return "<u8", (2,)
 
     def _kv_of(self, row: _Row) -> Kv | None:
         if not row.computed or row.length < 2:
@@ -200,7 +197,7 @@ class SimulatedEngine(EngineBase[_Row]):
             tokens=row.length - 1,
             layout=self._layout,
             weights=row.under.digest,
-            arrays={KV_ARRAY: np.array([row.seed & _MASK, row.length], np.uint64)},
+            array=np.array([row.seed & _MASK, row.length], np.uint64),
         )
 
     def _turn_end(self, seed: int, sampled: int) -> int:

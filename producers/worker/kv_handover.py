@@ -1,8 +1,8 @@
 """Transfer of KV caches between workers.
 
 A lost cache costs only a prefill, so failures return `Lost` with a fixed reason. A cache is a
-safetensors file with one array per name and one JSON metadata entry; equal caches have equal bytes.
-Written here because the library would copy every array.
+safetensors file with one array and one JSON metadata entry; equal caches have equal bytes.
+Written here because the library would copy the array.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from dora_pipe.core.errors import PolicyError, SchemaError
 from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode
-from dora_pipe.store.safetensors_file import Entry, parse_header
+from dora_pipe.store.safetensors_file import parse_header
 from dora_pipe.store.transfers.transfers import (
     BLOB_BYTES_MAX,
     GONE,
@@ -103,9 +103,7 @@ class MemoryHandover:
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
         digest = hashlib.sha256(f"{label}{kv.layout}{kv.weights}{kv.tokens}".encode())
-        for name in sorted(kv.arrays):
-            digest.update(name.encode())
-            digest.update(kv.arrays[name].tobytes())
+        digest.update(kv.array.tobytes())
         self.kept[digest.hexdigest()] = (label, kv)
         return Blob(sha256=digest.hexdigest(), bytes=kv.bytes)
 
@@ -122,7 +120,7 @@ class MemoryHandover:
         self.kept.clear()
 
 
-class _Beside(msgspec.Struct, frozen=True, kw_only=True):
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     prefix: str
     weights: str
@@ -130,7 +128,7 @@ class _Beside(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
-_BESIDE: Final = msgspec.json.Decoder(_Beside)
+_HEADER: Final = msgspec.json.Decoder(_Header)
 
 
 class Transfers(Protocol):
@@ -165,52 +163,40 @@ class KvHandover:
 
 
 def packed(label: KvLabel, kv: Kv) -> list[memoryview]:
-    """Encode a cache without copying its arrays."""
-    beside = _Beside(
+    """Encode a cache without copying its array."""
+    header = _Header(
         trajectory=label.trajectory,
         prefix=label.prefix,
         weights=kv.weights,
         layout=kv.layout,
         tokens=kv.tokens,
     )
-    fields: dict[str, Any] = {"__metadata__": {METADATA: encode(beside).decode()}}
-    # Widest types first, so that every array is aligned.
-    ordered = sorted(kv.arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    offset = 0
-    for name, array in ordered:
-        fields[name] = {
-            "dtype": _NAMES[array.dtype.str],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
+    assert kv.array.flags.c_contiguous, "the array of a cache is row-major"
+    fields = {
+        "__metadata__": {METADATA: encode(header).decode()},
+        "kv": {
+            "dtype": _NAMES[kv.array.dtype.str],
+            "shape": list(kv.array.shape),
+            "data_offsets": [0, kv.array.nbytes],
+        },
+    }
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the array
     head = memoryview(struct.pack("<Q", len(text)) + text)
-    return [head, *(_bytes_of(array) for _, array in ordered)]
+    return [head, kv.array.reshape(-1).view(np.uint8).data]
 
 
 def unpacked(label: KvLabel, data: Array) -> Kv | Lost:
-    """Decode the cache in these bytes (uint8) and verify its label; arrays share their memory."""
+    """Decode the cache in these bytes (uint8) and verify its label; the array shares memory."""
     try:
         entries, metadata = parse_header(data.data, "a KV cache")
-        beside = decode(metadata.get(METADATA, "").encode(), _BESIDE)
+        header = decode(metadata.get(METADATA, "").encode(), _HEADER)
     except (PolicyError, SchemaError):
         return Lost(UNREADABLE)
-    if (beside.trajectory, beside.prefix) != (label.trajectory, label.prefix):
+    if (header.trajectory, header.prefix) != (label.trajectory, label.prefix):
         return Lost(OTHER_REQUEST)
-    arrays: dict[str, Array] = {}
-    for entry in entries:
-        if entry.dtype not in _DTYPES:
-            return Lost(UNREADABLE)
-        arrays[entry.name] = _array(data, entry)
-    return Kv(tokens=beside.tokens, layout=beside.layout, weights=beside.weights, arrays=arrays)
-
-
-def _array(data: Array, entry: Entry) -> Array:
-    return data[entry.start : entry.end].view(_DTYPES[entry.dtype]).reshape(entry.shape)
-
-
-def _bytes_of(array: Array) -> memoryview:
-    assert array.flags.c_contiguous, "the arrays of a cache lie row-major"
-    return array.reshape(-1).view(np.uint8).data
+    if len(entries) != 1 or entries[0].dtype not in _DTYPES:
+        return Lost(UNREADABLE)
+    (entry,) = entries
+    array = data[entry.start : entry.end].view(_DTYPES[entry.dtype]).reshape(entry.shape)
+    return Kv(tokens=header.tokens, layout=header.layout, weights=header.weights, array=array)

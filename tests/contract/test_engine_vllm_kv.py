@@ -104,7 +104,7 @@ def test_cache_arrives_with_every_bit_each_rank_its_part(
     assert kv.tokens == len(PROMPT) + sampled - 1
     arrived, _ = taken(target, rest, sampled=3)
     assert arrived.tokens == kv.tokens + 3
-    (array,), (other,) = kv.arrays.values(), arrived.arrays.values()
+    array, other = kv.array, arrived.array
     assert np.array_equal(other[:, :, : kv.tokens].view("<i4"), array.view("<i4"))
     assert all(np.abs(array[:, :, :, head]).max() > 0 for head in range(array.shape[3]))
     source.cancel("beside")
@@ -149,7 +149,7 @@ def test_caches_go_between_two_ranks_and_one(vllm: Subject) -> None:
     kv, last = taken(vllm.open(slots=2), last, sampled=9)
     for engine in (single, vllm.open(slots=2), single):
         arrived, last = taken(engine, last, sampled=5)
-        (array,), (other,) = kv.arrays.values(), arrived.arrays.values()
+        array, other = kv.array, arrived.array
         assert arrived.layout == kv.layout
         assert np.array_equal(other[:, :, : kv.tokens].view("<i4"), array.view("<i4"))
         kv = arrived
@@ -192,9 +192,8 @@ def test_cache_that_came_is_its_requests_alone(vllm: Subject) -> None:
     engine = vllm.open(slots=2)
     fresh = run(vllm.open(slots=2), [request("fresh", PROMPT, max_tokens=20)])["fresh"]
     kv, rest = taken(engine, request("r", PROMPT, max_tokens=80), sampled=5)
-    zeros = {name: np.zeros_like(array) for name, array in kv.arrays.items()}
     other = run(vllm.open(slots=2), [rest])["r"]
-    engine.add(replace(rest, kv=replace(kv, arrays=zeros)))
+    engine.add(replace(rest, kv=replace(kv, array=np.zeros_like(kv.array))))
     results = {"r": Result(), "fresh": Result()}
     moves.steps(engine, results, 3)
     engine.add(request("fresh", PROMPT, max_tokens=20))

@@ -59,10 +59,6 @@ PREFILL_TOKENS_MAX = 512
 SHARED_MIN = 32
 """Minimum tokens that a prefix lookup, caching or waiting must save."""
 
-KV_ARRAY = "kv"
-"""Array of an exported cache: [layers, kept, kv_heads, tokens, head_dim], keys first; `kept` is 1
-with latent attention."""
-
 
 class TorchEngine(EngineBase[SlotRequest]):
     """The built-in engine; see `open`.
@@ -191,7 +187,7 @@ class TorchEngine(EngineBase[SlotRequest]):
         if self._routes is not None:
             self._routes.enter(slot, request)
         if kv is not None:
-            self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
+            self._kv.adopt(slot, torch.from_numpy(kv.array))
             row.imported = True
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
@@ -272,17 +268,17 @@ class TorchEngine(EngineBase[SlotRequest]):
         self._kv.release(slot)
         self._changed = True
 
-    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        model = self._model
+    def _kv_array(self, tokens: int) -> tuple[str, tuple[int, ...]]:
+        model = self._model  # keys first; `kept` is 1 with latent attention
         shape = (model.layers, model.kept, model.kv_heads, tokens, model.head_dim)
-        return KV_ARRAY, "<f4", shape
+        return "<f4", shape
 
     def _kv_of(self, row: SlotRequest) -> Kv | None:
         slot, tokens = row.slot, int(self._table.length[row.slot]) - 1
         if not tokens or self._table.cached[slot] != tokens:
             return None
         array, digest = self._kv.copied(slot, tokens).numpy(), self._versions.digest_in(slot)
-        return Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
+        return Kv(tokens=tokens, layout=self._layout, weights=digest, array=array)
 
     def _arrange(self) -> list[Piece]:
         table, kv = self._table, self._kv

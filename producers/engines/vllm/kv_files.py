@@ -11,9 +11,6 @@ import numpy as np
 
 from dora_pipe.producers.engines.engine import Array, Kv
 
-KV_ARRAY: Final = "kv"
-"""Name of the array: [layers, 2, tokens, kv_heads, head_dim], keys first."""
-
 MARK: Final = "mark"
 """File that shows whether the server sees the same folder."""
 
@@ -30,12 +27,11 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Head size."""
 
     def shape(self, tokens: int) -> tuple[int, ...]:
+        """Return the shape of an exported cache, keys first."""
         return (self.layers, 2, tokens, self.heads, self.width)
 
     def kv(self, array: Array, weights: str) -> Kv:
-        return Kv(
-            tokens=array.shape[2], layout=self.layout, weights=weights, arrays={KV_ARRAY: array}
-        )
+        return Kv(tokens=array.shape[2], layout=self.layout, weights=weights, array=array)
 
 
 def opened(path: Path, *, write: bool = False) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 from dora_pipe.core.errors import ResourceError, reason
 from dora_pipe.producers.engines.engine import Kv
 from dora_pipe.producers.engines.vllm.client import VllmServerClient
-from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, MARK, opened
+from dora_pipe.producers.engines.vllm.kv_files import MARK, opened
 from dora_pipe.producers.engines.vllm.wire import KV_COPIED, KV_ENDED
 
 NO_ROOM: Final = "not enough disk space for it"
@@ -64,7 +64,7 @@ class RemoteCaches:
         """Write an attempt's file. Raises ResourceError."""
         path = self._path(attempt)
         with _files():
-            np.save(path, kv.arrays[KV_ARRAY], allow_pickle=False)
+            np.save(path, kv.array, allow_pickle=False)
         self._offered[attempt] = kv
         return str(path)
 

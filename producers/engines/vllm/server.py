@@ -64,7 +64,6 @@ from dora_pipe.producers.engines.vllm.core import (
     WEIGHTS_TAG,
 )
 from dora_pipe.producers.engines.vllm.http import NOT_FOUND, Address, HttpStream
-from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
 from dora_pipe.producers.engines.vllm.options import described
 from dora_pipe.producers.engines.vllm.process import ServerProcess
@@ -473,9 +472,9 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._close(stream.http)
         self._end_attempt(row)
 
-    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
+    def _kv_array(self, tokens: int) -> tuple[str, tuple[int, ...]]:
         facts = self._caches.facts
-        return KV_ARRAY, facts.dtype, facts.shape(tokens)
+        return facts.dtype, facts.shape(tokens)
 
     def _release(self, row: VllmRequest) -> None:
         self._server.abort([self._free_slot(row)])

@@ -76,7 +76,7 @@ def test_cache_leaves_with_the_heads_of_every_rank_and_no_file_is_left(opens: Op
     export = engine.export("r")
     assert export is not None and export.kv is not None and engine.active == 0
     assert (export.kv.tokens, export.kv.layout, export.kv.weights) == (8, "fake", "a" * 64)
-    (array,) = export.kv.arrays.values()
+    array = export.kv.array
     assert array.shape == (1, 2, 8, 2, 1) and len(request.token_ids) + 6 == 9
     assert not np.array_equal(array[..., 0, :], array[..., 1, :]) and array.all()
     assert files(engine) == set()

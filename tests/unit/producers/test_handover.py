@@ -40,7 +40,7 @@ from tests.support.worker import VirtualClock
 
 LABEL = label_of("g0000000001-000", [5, 6, 7, 8])
 ARRAY = np.arange(2 * 2 * 3 * 3 * 4, dtype=np.float32).reshape(2, 2, 3, 3, 4)
-KV = Kv(tokens=3, layout="torch-1 llama", weights="b" * 64, arrays={"kv": ARRAY})
+KV = Kv(tokens=3, layout="torch-1 llama", weights="b" * 64, array=ARRAY)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_what_is_put_is_fetched_until_it_is_dropped(
     blob = put(handover)
     fetch = handover.fetch(LABEL, blob)
     assert isinstance(fetch, Kv) and fetch == KV
-    assert fetch.arrays["kv"].tobytes() == ARRAY.tobytes()
-    assert fetch.arrays["kv"].shape == ARRAY.shape and fetch.arrays["kv"].dtype == np.float32
+    assert fetch.array.tobytes() == ARRAY.tobytes()
+    assert fetch.array.shape == ARRAY.shape and fetch.array.dtype == np.float32
     other = replace(LABEL, trajectory="g0000000001-001")
     assert handover.fetch(other, blob) == Lost(OTHER_REQUEST)
     handover.drop(blob)
@@ -130,6 +130,7 @@ STRANGE: dict[str, tuple[bytes, str]] = {
     "a huge number": (saved(tokens=10**20), UNREADABLE),
     "another request": (saved(prefix="0"), OTHER_REQUEST),
     "another type": (saved(ARRAY.astype(np.int16)), UNREADABLE),
+    "no array": (save({}, {handover_kv.METADATA: json.dumps(GOOD)}), UNREADABLE),
 }
 
 
@@ -186,7 +187,7 @@ def test_full_directory_takes_nothing_until_forgotten_files_are_old(tmp_path: Pa
     for path in (tmp_path / "handover").iterdir():
         os.utime(path, ns=(clock.wall_ns(), clock.wall_ns()))
     other = replace(LABEL, trajectory="g0000000001-001")
-    assert isinstance(files.put(other, replace(KV, arrays={"kv": np.zeros(400)})), Lost)
+    assert isinstance(files.put(other, replace(KV, array=np.zeros(400))), Lost)
     clock.ns += AGE_MAX_NS + 1
     second = put(files, label=other)
     assert files.fetch(LABEL, first) == Lost(GONE)
@@ -211,13 +212,11 @@ def test_port_does_what_it_is_asked_in_order_and_tells(
     port.start(DropKv(blob=blob))
     port.start(FetchKv(request="b", label=LABEL, blob=blob))
     port.start(PutKv(request="c", label=LABEL, kv=KV))
-    port.start(PutKv(request="d", label=LABEL, kv=replace(KV, arrays={})))
     port.close()
     assert port.busy
-    first, second, third, fourth = port.poll()
+    first, second, third = port.poll()
     assert isinstance(first, KvFetched) and first.kv == KV
     assert second == KvFetched(request="b", kv=None, why=GONE)
     assert third == KvPut(request="c", blob=blob)
-    assert isinstance(fourth, KvPut) and fourth.blob is not None
     assert not port.busy and port.poll() == []
     port.close()

@@ -31,7 +31,7 @@ from dora_pipe.cli.progress import CommandProgress, opened_watched
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.console import RUNS, say
-from dora_pipe.launch.local_roles import keeping_nothing, with_engine
+from dora_pipe.launch.local_roles import with_engine, without_prefix_cache
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.lineage import first_record
@@ -121,7 +121,7 @@ def _replay_trajectories(
         params = params_by_source(config, tokenizer.stop_ids, chats)
         names = chosen(tables, requested, random, seed)
         for name, trajectories in engines_of(run.bus, run.topics, tables, names).items():
-            own = keeping_nothing(with_engine(config, name or config.workers.engine))
+            own = without_prefix_cache(with_engine(config, name or config.workers.engine))
             with closing(
                 open_engine(assets=assets, config=own, decode=tokenizer.full_text)
             ) as engine:

@@ -240,7 +240,7 @@ def orchestrator(
     from dora_pipe.launch.plan import plan_elsewhere, plan_new, plan_resume
     from dora_pipe.launch.run_dir import locked, run_dir
 
-    roles.talk(local_roles.ORCHESTRATOR)
+    roles.log_as(local_roles.ORCHESTRATOR)
     resolved = load_config(config, override or ())
     with locked(run_dir(resolved, root), shared=True):
         if run_dir(resolved, root).exists():
@@ -266,7 +266,7 @@ def worker(
     from dora_pipe.schemas.topics import check_worker_name
 
     check_worker_name(name)
-    roles.talk(name)
+    roles.log_as(name)
     resolved = load_config(config, override or ())
     engine = engine or resolved.workers.engine
     need_engines([engine], resolved.task.directory)
@@ -291,7 +291,7 @@ def trainer(
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.run_dir import locked, run_dir
 
-    roles.talk(local_roles.TRAINER)
+    roles.log_as(local_roles.TRAINER)
     resolved = load_config(config, override or ())
     if nodes > 1:
         words = ["trainer", str(config), "--runs", str(root), *(["--adopt"] if adopt else [])]

@@ -51,7 +51,7 @@ def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
     return msgspec.structs.replace(config, workers=workers)
 
 
-def keeping_nothing(config: Config) -> Config:
+def without_prefix_cache(config: Config) -> Config:
     """Disable prefix caching: verification must prefill everything."""
     return msgspec.structs.replace(
         config, workers=msgspec.structs.replace(config.workers, prefix_cache_ratio=0.0)

@@ -45,7 +45,7 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
 
 def unassigned_note(directory: Path) -> str:
     """Return a note about embedding rows without a token; empty without any."""
-    ids = unassigned_ids(directory) if _has_tokenizers() else ()
+    ids = unassigned_ids(directory) if _tokenizers_installed() else ()
     if not ids:
         return ""
     return (
@@ -62,7 +62,7 @@ def check_tokenizer(directory: Path) -> None:
             f"{directory} has no tokenizer",
             hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
         )
-    if not (directory / TOKENIZER_FILES[0]).is_file() or not _has_tokenizers():
+    if not (directory / TOKENIZER_FILES[0]).is_file() or not _tokenizers_installed():
         return  # transformers would convert it, which takes seconds
     size = Tokenizer(directory).size
     if rows is not None and size > rows:
@@ -84,7 +84,7 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Cha
     Raises ConfigError or PolicyError if the chat template cannot render the prompts. Reports a
     template that cannot parse an agent's tool calls.
     """
-    if not _has_tokenizers():
+    if not _tokenizers_installed():
         return None
     opened, tokenizer = [(spec, pool)], Tokenizer(directory)
     chats = chats_of(opened, time.time_ns(), directory, tokenizer, stop=lambda: False)
@@ -114,7 +114,7 @@ def templated(config: Config, model: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _has_tokenizers() -> bool:
+def _tokenizers_installed() -> bool:
     return importlib.util.find_spec("tokenizers") is not None
 
 

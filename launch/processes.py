@@ -77,7 +77,7 @@ def _be(start: RoleStart) -> int:
         TRACES: lambda: roles.traces(directory, config),
     }
     worker = partial(roles.worker, directory, config, name)
-    return roles.be_role(name, directory, works.get(name, worker))
+    return roles.run_role(name, directory, works.get(name, worker))
 
 
 if __name__ == "__main__":

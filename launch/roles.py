@@ -78,7 +78,7 @@ class StopFlag:
         self._set = True
 
 
-def settle(name: str, run: str) -> StopFlag:
+def prepare_role(name: str, run: str) -> StopFlag:
     """Set up the process of a role; return the flag that stops it."""
     role = (name,) if name in (ORCHESTRATOR, TRAINER, TRACES) else ("worker", name)
     name_process(*role, run)
@@ -86,13 +86,13 @@ def settle(name: str, run: str) -> StopFlag:
     return StopFlag()
 
 
-def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
+def run_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
     """Run a role and log to a file; return its exit code."""
     directory.logs.mkdir(exist_ok=True)
     log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    talk(name)
+    log_as(name)
     try:
         start()
     except LogTruncated as error:
@@ -113,7 +113,7 @@ def share_cores() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def talk(name: str) -> None:
+def log_as(name: str) -> None:
     log_to_stderr(logging.INFO, f"%(asctime)s {name} %(levelname)s %(message)s")
 
 
@@ -131,9 +131,8 @@ def orchestrator(
 
     samplers = Samplers.load(config)
     settle_memory()
-    stop = settle(ORCHESTRATOR, config.run.name)
-    bus = directory.open_bus(config)
-    try:
+    stop = prepare_role(ORCHESTRATOR, config.run.name)
+    with closing(directory.open_bus(config)) as bus:
         run_orchestrator(
             bus=bus,
             topics=Topics(config.run.name),
@@ -152,8 +151,6 @@ def orchestrator(
                 open_bus=partial(directory.open_bus, config),
             ),
         )
-    finally:
-        bus.close()
 
 
 def worker(directory: RunDir, config: Config, name: str, *, engine: str = "") -> None:
@@ -166,7 +163,7 @@ def worker(directory: RunDir, config: Config, name: str, *, engine: str = "") ->
     from dora_pipe.producers.worker.kv_handover import KvHandover
     from dora_pipe.producers.worker.role import run_worker
 
-    stop = settle(name, config.run.name)
+    stop = prepare_role(name, config.run.name)
     with (
         transferring(directory, config) as (transfers, store),
         closing(directory.open_bus(config)) as bus,
@@ -218,7 +215,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 lambda: directory.open_bus(config),
                 Topics(config.run.name),
                 store=store,
-                stop=settle(TRAINER, config.run.name),
+                stop=prepare_role(TRAINER, config.run.name),
                 learner_factory=partial(make_learner, log=log),
                 config=config,
                 adopt=adopt,
@@ -231,11 +228,12 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
 
 def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = None) -> None:
     """Export traces until the run ends; report unsent ones."""
-    stop = stop or settle(TRACES, config.run.name)
+    stop = stop or prepare_role(TRACES, config.run.name)
     os.nice(TRACES_NICE)
-    sink = HttpSink(config.telemetry.traces)
-    bus = directory.open_bus(config)
-    try:
+    with (
+        closing(HttpSink(config.telemetry.traces)) as sink,
+        closing(directory.open_bus(config)) as bus,
+    ):
         sent = TraceSender(
             bus,
             Topics(config.run.name),
@@ -243,9 +241,6 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
             clock=SystemClock(),
             checkpoint=Checkpoint(directory.path / "traces.sent"),
         ).follow(stop)
-    finally:
-        bus.close()
-        sink.close()
     spans = f"{sent.spans} spans sent, {sink.rejected} of them rejected by the endpoint"
     say(f"{sent.groups} groups traced, {spans}")
     if not sent.whole and not stop():

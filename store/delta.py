@@ -42,7 +42,7 @@ from dora_pipe.store.safetensors_file import (
     HEADER_BYTES_MAX,
     Entry,
     TensorSource,
-    beside,
+    in_threads,
     is_odd,
     mapped,
     read_entries,
@@ -138,7 +138,7 @@ def write_delta(
             for entry in new
             for start in _starts(math.prod(entry.shape))
         ]
-        packed = beside(lambda job: job(), jobs, sum(entry.end - entry.start for entry in new))
+        packed = in_threads(lambda job: job(), jobs, sum(entry.end - entry.start for entry in new))
         tensors, changed = _written(file, new, old, packed)
         head = _Head(
             before=digest_before,

@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> Manifest:
         def hashed(entry: Entry) -> Tensor:
             return _tensor(entry, _sha256(data, entry.start, entry.end))
 
-        tensors = list(beside(hashed, entries, size))
+        tensors = list(in_threads(hashed, entries, size))
     return manifest_of(tensors, size)
 
 
@@ -300,7 +300,7 @@ def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
                 file.write(data)
                 yield source, data
 
-        described = list(beside(_described, written(), size))
+        described = list(in_threads(_described, written(), size))
     return manifest_of(described, size)
 
 
@@ -315,7 +315,7 @@ def _described(source_data: tuple[TensorSource, memoryview]) -> Tensor:
         return _tensor(source, hashlib.sha256(data).hexdigest())
 
 
-def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
+def in_threads(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
     """Map in order; large inputs use threads with bounded lookahead."""
     threads = min(HASHERS_MAX, len(os.sched_getaffinity(0)))
     if size_bytes < BESIDE_BYTES or threads == 1:

@@ -17,7 +17,7 @@ from dora_pipe.core.errors import LogDamaged
 from dora_pipe.core.loop.retry import retry_bus
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.system.clock import SystemClock
-from dora_pipe.launch.roles import be_role
+from dora_pipe.launch.roles import run_role
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import FATAL_CODES
 from tests.support.recorded_run import RecordedRun
@@ -120,7 +120,7 @@ def test_a_role_on_a_damaged_log_is_not_started_again(tmp_path: Path) -> None:
 
     pid = os.fork()
     if pid == 0:
-        os._exit(be_role("w0", RunDir(tmp_path), start))
+        os._exit(run_role("w0", RunDir(tmp_path), start))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in FATAL_CODES
     assert "error: log.sqlite is damaged" in (tmp_path / "logs" / "w0.log").read_text()

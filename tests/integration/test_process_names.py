@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.system.console import name_process
-from dora_pipe.launch.roles import settle
+from dora_pipe.launch.roles import prepare_role
 
 
 def shown(pid: int) -> str:
@@ -38,7 +38,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 )
 def test_a_role_is_called_by_its_name_and_its_run(name: str, called: str) -> None:
     def check() -> None:
-        settle(name, "demo")
+        prepare_role(name, "demo")
         assert shown(os.getpid()) == called
 
     assert in_a_child(check) == 0

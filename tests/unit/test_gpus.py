@@ -100,13 +100,13 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
 ) -> None:
     observed: list[str] = []
 
-    def settle(*_: object) -> None:
+    def prepare_role(*_: object) -> None:
         observed.append(os.environ.get(VISIBLE, "-"))
         raise InterruptedError
 
-    monkeypatch.setattr(roles, "talk", lambda _: None)
+    monkeypatch.setattr(roles, "log_as", lambda _: None)
     monkeypatch.setattr(registry, "need_engines", lambda *_: None)
-    monkeypatch.setattr(roles, "settle", settle)
+    monkeypatch.setattr(roles, "prepare_role", prepare_role)
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'

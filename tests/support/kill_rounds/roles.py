@@ -65,7 +65,7 @@ def be(name: str, directory: RunDir) -> int:
         local_roles.ORCHESTRATOR: lambda: _orchestrator(directory),
         local_roles.TRAINER: lambda: _trainer(directory),
     }
-    return roles.be_role(name, directory, starts.get(name, lambda: _worker(directory, name)))
+    return roles.run_role(name, directory, starts.get(name, lambda: _worker(directory, name)))
 
 
 def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clock]:
@@ -92,7 +92,7 @@ def _orchestrator(directory: RunDir) -> None:
         run_orchestrator(
             bus,
             topics,
-            stop=roles.settle(local_roles.ORCHESTRATOR, topics.run),
+            stop=roles.prepare_role(local_roles.ORCHESTRATOR, topics.run),
             timing=config.timing,
             clock=clock,
             instance=Instance(
@@ -118,7 +118,7 @@ def _worker(directory: RunDir, name: str) -> None:
             store=PolicyStore(directory.store(config)),
             engine_factory=open_engine,
             handover=KvHandover(MappedFiles(directory.handover, clock=clock)),
-            stop=roles.settle(name, topics.run),
+            stop=roles.prepare_role(name, topics.run),
             config=config,
             clock=clock,
         )
@@ -135,7 +135,7 @@ def _trainer(directory: RunDir) -> None:
         store=FaultStore(directory.store(config), injector),
         learner_factory=make_learner,
         snapshot=directory.commits,
-        stop=roles.settle(local_roles.TRAINER, topics.run),
+        stop=roles.prepare_role(local_roles.TRAINER, topics.run),
         config=config,
         clock=clock,
     )

@@ -77,12 +77,6 @@ def all_of(bus: KafkaBus, topic: str) -> list[bytes]:
     return result
 
 
-# Leases
-
-
-# Beginnings
-
-
 def test_a_trainer_finds_the_commit_that_a_dead_orchestrator_hides(
     bus: KafkaBus, dying: KafkaBus, topics: Topics, tmp_path: Path
 ) -> None:

@@ -99,19 +99,6 @@ def test_a_damaged_file_of_the_store_is_named_with_its_place_and_what_makes_it_a
     assert read_manifest(local.weights_path(digest)).digest != digest, "nobody deletes it"
 
 
-@pytest.mark.parametrize("how", ["away", "here"])
-def test_a_damaged_whole_version_is_made_of_the_deltas_before_it(
-    tmp_path: Path, elsewhere: Counted, how: str
-) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
-    flip(tmp_path / "shared" / "x" / weights_name(published[4].manifest.digest))
-    store = machine(tmp_path, "m1", elsewhere)
-    if how == "here":
-        store = PolicyStore(tmp_path / "shared" / "x")
-    for version in (published[5], published[4]):
-        assert read_manifest(store.weights(version.manifest.digest)) == version.manifest
-
-
 @pytest.mark.parametrize("damage", [flip, rot])
 def test_a_damaged_version_is_no_base_of_a_delta_that_is_applied(
     tmp_path: Path, elsewhere: Counted, damage: Callable[[Path], None]

@@ -31,7 +31,6 @@ from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.core.system.console import RUNS, say, typed
 
 if TYPE_CHECKING:
-    from dora_pipe.config.model import Config
     from dora_pipe.config.training import RateSchedule
 
 
@@ -289,6 +288,7 @@ def trainer(
     command with different --node values."""
     from dora_pipe.config.load import load_config
     from dora_pipe.launch import local_roles, roles
+    from dora_pipe.launch.nodes import Node, run_trainer_node
     from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.log_as(local_roles.TRAINER)
@@ -296,18 +296,10 @@ def trainer(
     if nodes > 1:
         words = ["trainer", str(config), "--runs", str(root), *(["--adopt"] if adopt else [])]
         words += [word for setting in override or () for word in ("-o", setting)]
-        raise typer.Exit(_trainer_node(resolved, words, nodes, node, rendezvous))
+        this = Node(nodes=nodes, node=node, rendezvous=rendezvous)
+        raise typer.Exit(run_trainer_node(resolved, this, words))
     with locked(run_dir(resolved, root), shared=True):
         roles.trainer(run_dir(resolved, root), resolved, adopt=adopt)
-
-
-def _trainer_node(config: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
-    from dora_pipe.launch import nodes as launch
-
-    this = launch.Node(nodes=nodes, node=node, rendezvous=rendezvous)
-    each = launch.environments(this, launch.ranks_per_node(config, this))
-    stop_s = config.timing.stop_timeout_s + launch.STOP_GRACE_S
-    return launch.run_node(launch.command_of(words), each, stop_s=stop_s)
 
 
 def serve_task(

@@ -107,5 +107,8 @@ def run_node(
     return 0
 
 
-def command_of(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", "from dora_pipe.cli.main import main; main()", *words]
+def run_trainer_node(config: Config, node: Node, words: Sequence[str]) -> int:
+    """Run the ranks of this node with the words of a command line; see `run_node`."""
+    command = [sys.executable, "-c", "from dora_pipe.cli.main import main; main()", *words]
+    ranks = environments(node, ranks_per_node(config, node))
+    return run_node(command, ranks, stop_s=config.timing.stop_timeout_s + STOP_GRACE_S)

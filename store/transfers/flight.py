@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 
@@ -352,9 +352,9 @@ class Identity:
     """Listening address, also advertised to peers."""
     port: int = 0
     """0 selects a free port."""
-    server_tls: tuple[tuple[str, Any], ...] = ()
-    client_tls: tuple[tuple[str, Any], ...] = ()
-    """Extra pyarrow client arguments."""
+    server_tls: Mapping[str, Any] = field(default_factory=dict)
+    client_tls: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of pyarrow's server and client."""
 
     @property
     def scheme(self) -> str:
@@ -380,7 +380,7 @@ class FlightTransfers(MappedFiles):
         self._linger_s = linger_s
         self._offered: set[str] = set()
         self._sent: set[str] = set()
-        self._client = Client(identity.token, identity.run, **dict(identity.client_tls))
+        self._client = Client(identity.token, identity.run, **identity.client_tls)
         self._server = TransferServer(
             f"{identity.scheme}://{identity.host}:{identity.port}",
             token=identity.token,
@@ -393,7 +393,7 @@ class FlightTransfers(MappedFiles):
             drop=lambda leaf: MappedFiles.drop(self, Blob(sha256=leaf, bytes=1)),
             sent=self._sent.add,
             streams_max=streams_max,
-            **dict(identity.server_tls),
+            **identity.server_tls,
         )
         self.address = f"{identity.scheme}://{identity.host}:{self._server.port}"
 

@@ -66,13 +66,13 @@ def need_transfers(section: Section) -> None:
 def _identity(section: Section, run: str) -> Identity:
     from dora_pipe.store.transfers.flight import Identity
 
-    server: tuple[tuple[str, Any], ...] = ()
-    client: tuple[tuple[str, Any], ...] = ()
+    server: dict[str, Any] = {}
+    client: dict[str, Any] = {}
     if section.cert_file:
         identity = read_secret("transfers.cert_file", section.cert_file)
-        server = (("tls_certificates", [(identity, identity)]),)
+        server["tls_certificates"] = [(identity, identity)]
     if section.ca_file:
-        client = (("tls_root_certs", read_secret("transfers.ca_file", section.ca_file)),)
+        client["tls_root_certs"] = read_secret("transfers.ca_file", section.ca_file)
     return Identity(
         token=_token(),
         run=run,

@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster kafka-tools demo-kafka deepspeed test-deepspeed lock clean
+.PHONY: help setup install demo test test-full lint types fuzz mutants bench sim kafka kafka-cluster kafka-tools demo-kafka deepspeed test-deepspeed lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -104,6 +104,10 @@ types: setup ## mypy, strict
 fuzz: setup ## Fuzz every reader of external bytes, guided by coverage (Linux on x86-64)
 	@$(UV) pip install -q --compile-bytecode -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/fuzz.txt
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+mutants: setup ## Mutation score per folder of code: FOLDERS="bus audit", SAMPLE=300
+	@$(UV) pip install -q --compile-bytecode -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/mutants.txt
+	@$(BIN)/python -m tests.support.mutation $(FOLDERS) $(SAMPLE:%=--sample %) $(ARGS)
 
 bench: setup ## Measure engine, bus and codec on this machine
 	@for part in engine bus codec; do $(BIN)/python -m bench $$part $(ARGS); done
@@ -301,6 +305,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) requirements/docs.in -o requirements/docs.txt
 	$(LOCK) requirements/verifiers.in -o requirements/verifiers.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
+	$(LOCK) --group mutants -c requirements/dev.txt -o requirements/mutants.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt
 

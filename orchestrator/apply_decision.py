@@ -112,8 +112,7 @@ def _dispatch_train(state: State, decision: Dispatch) -> None:
         curriculum = state.curricula.setdefault(spec.source, Curriculum())
         curriculum.passed += len(decision.skipped)
     state.ordinal += 1
-    if spec.task:
-        state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
+    state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
 
 
 def _dispatch_row(state: State, spec: GroupSpec) -> None:
@@ -126,10 +125,7 @@ def _dispatch_row(state: State, spec: GroupSpec) -> None:
     state.eval_row += 1
     if due is None or state.eval_row == _rows(state, due):
         state.eval_row = 0
-        if spec.evaluation:
-            state.evaluations[spec.evaluation] = state.version
-        else:
-            state.evaluated = state.version
+        state.evaluations[spec.evaluation] = state.version
 
 
 def _is_watched(state: State, spec: GroupSpec) -> bool:
@@ -568,11 +564,6 @@ def _rows(state: State, evaluation: Evaluation) -> int:
     return evaluation_rows(state.started, evaluation)
 
 
-def evaluation_due(state: State) -> bool:
-    """Report whether the newest version has undispatched evaluation groups."""
-    return next_evaluation(state) is not None
-
-
 def next_evaluation(state: State) -> Evaluation | None:
     """Return the first evaluation with undispatched groups."""
     assert state.config is not None
@@ -580,7 +571,7 @@ def next_evaluation(state: State) -> Evaluation | None:
         return None
     ends = state.version in (0, state.steps)
     for evaluation in state.config.evaluations:
-        done = state.evaluations.get(evaluation.name, -1) if evaluation.name else state.evaluated
+        done = state.evaluations.get(evaluation.name, -1)
         due = ends or (evaluation.every > 0 and state.version % evaluation.every == 0)
         if due and state.version > done and _rows(state, evaluation):
             return evaluation

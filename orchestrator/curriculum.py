@@ -155,7 +155,7 @@ def next_row(
     """
     assert state.started is not None
     source, seed = source_of("train", task.name), state.started.seed
-    position = state.drawn.get(task.name, 0) if task.name else state.ordinal
+    position = state.drawn.get(task.name, 0)
     if task.sampler:
         if chosen is None:
             chosen = _drawn(state, task, rows, samplers or Samplers(), position)

@@ -19,8 +19,8 @@ from dora_pipe.orchestrator import colocated, serving, state_ops
 from dora_pipe.orchestrator.apply_decision import (
     apply_decision,
     eval_spec,
-    evaluation_due,
     may_cancel,
+    next_evaluation,
     next_training_row,
     part_due,
     part_key,
@@ -329,7 +329,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
     state = draft.state
     if state.paused or draft.full:
         return
-    while evaluation_due(state):
+    while next_evaluation(state) is not None:
         reason = f"evaluation of version {state.version}"
         draft.add(Dispatch(spec=eval_spec(state), reason=reason))
 
@@ -438,7 +438,7 @@ def _admit(draft: Draft) -> None:
 
 def _stop(draft: Draft) -> None:
     state = draft.state
-    if state.groups or state.version < state.steps or evaluation_due(state):
+    if state.groups or state.version < state.steps or next_evaluation(state) is not None:
         return
     draft.add(StopRun(reason=f"{state.version} steps are committed and no group is open"))
 

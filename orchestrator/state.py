@@ -94,12 +94,10 @@ class State:
     ordinal: int = 0
     """Prompt cursor."""
     drawn: dict[str, int] = field(default_factory=dict)
-    """Prompt cursor of each named task."""
+    """Prompt cursor of each task."""
     eval_ordinal: int = 0
-    evaluated: int = -1
-    """Newest version with its unnamed evaluation fully dispatched."""
     evaluations: dict[str, int] = field(default_factory=dict)
-    """The same per named evaluation."""
+    """Newest version with all groups of an evaluation dispatched, by name."""
     eval_row: int = 0
     """Dispatched evaluation rows of version t."""
 

@@ -9,7 +9,7 @@ from dora_pipe.orchestrator.digest import TABLES, Leaves, digest_of, rest_of
 from dora_pipe.schemas.wire import canonical
 from tests.support.orchestrator_stage import Stage
 
-RECORDED = "38e4a4aa99862479886072420e4a70c7b6f8528469490bb32aefdadafa0b0f1d"
+RECORDED = "20e7dc2da5fb7d7d1f9301126ac399cda1911c77af3628280efb5770e2378460"
 
 
 def test_digest_follows_the_formula_and_equals_the_recorded_one() -> None:

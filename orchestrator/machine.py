@@ -128,8 +128,8 @@ class OrchestratorMachine:
         self._times = Leases[str](gap_ns)
         """Of generating groups."""
         self._statuses: dict[Incarnation, WorkerStatus] = {}
-        self._pressures: dict[Incarnation, int] = {}
-        self._off_engine: dict[Incarnation, int] = {}
+        self._pressures: dict[Incarnation, KvPressure] = {}
+        self._off_engine: dict[Incarnation, OffEngine] = {}
         self._press_due_ns: dict[Incarnation, int] = {}
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
         self._waits = WaitTracker("orchestrator", limits)
@@ -259,33 +259,33 @@ class OrchestratorMachine:
         if isinstance(status, WorkerStatus):
             key = (status.worker, status.incarnation)
             self._statuses[key] = merged(self._statuses.get(key), status)
-            if self._caught_up:
-                self._note_pressure(self._statuses[key], now)
-                self._note_off_engine(status)
-            self._leases.renew((status.worker, status.incarnation), now.mono_ns)
+            if self._caught_up and (worker := self.state.worker_of(*key)) is not None:
+                self._note_pressure(worker, status.kv_used_tokens, now)
+                self._note_off_engine(worker, status.off_engine)
+            self._leases.renew(key, now.mono_ns)
 
-    def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
-        key = status.worker, status.incarnation
-        if (worker := self.state.worker_of(*key)) is None:
-            return
-        most = KV_PRESSURE * worker.kv_tokens
-        full = 0 < most < status.kv_used_tokens and bool(worker.requests)
+    def _note_pressure(self, worker: Worker, used_tokens: int, now: Now) -> None:
+        key = worker.name, worker.incarnation
+        full = 0 < KV_PRESSURE * worker.kv_tokens < used_tokens and bool(worker.requests)
         if full and now.mono_ns >= self._press_due_ns.get(key, 0):
             self._press_due_ns[key] = now.mono_ns + PRESSURE_NS
-            self._pressures[key] = status.kv_used_tokens
         elif worker.pressed and not full:
             self._press_due_ns.pop(key, None)
-            self._pressures[key] = status.kv_used_tokens
-
-    def _note_off_engine(self, status: WorkerStatus) -> None:
-        key = status.worker, status.incarnation
-        if (worker := self.state.worker_of(*key)) is None:
+        else:
             return
-        off_engine = min(status.off_engine, len(worker.requests))
-        least = max(1, worker.slots // OFF_ENGINE_SHARE) if off_engine else 1
+        self._pressures[key] = KvPressure(
+            worker=worker.name, incarnation=worker.incarnation, used_tokens=used_tokens
+        )
+
+    def _note_off_engine(self, worker: Worker, reported: int) -> None:
+        key = worker.name, worker.incarnation
+        requests = min(reported, len(worker.requests))
+        least = max(1, worker.slots // OFF_ENGINE_SHARE) if requests else 1
         self._off_engine.pop(key, None)
-        if abs(off_engine - worker.off_engine) >= least:
-            self._off_engine[key] = off_engine
+        if abs(requests - worker.off_engine) >= least:
+            self._off_engine[key] = OffEngine(
+                worker=worker.name, incarnation=worker.incarnation, requests=requests
+            )
 
     def _note_lost(self, worker: Worker | None) -> None:
         if worker is None:
@@ -300,14 +300,8 @@ class OrchestratorMachine:
         for name, incarnation in self._leases.expired(self._lives, now.mono_ns, self._lease_ns):
             self._observed.append(LeaseExpired(worker=name, incarnation=incarnation))
             self._note_lost(self.state.workers[name])
-        for name, incarnation in filter(self._lives, self._pressures):
-            used_tokens = self._pressures[name, incarnation]
-            pressure = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
-            self._observed.append(pressure)
-        for name, incarnation in filter(self._lives, self._off_engine):
-            requests = self._off_engine[name, incarnation]
-            change = OffEngine(worker=name, incarnation=incarnation, requests=requests)
-            self._observed.append(change)
+        self._observed += [self._pressures[key] for key in filter(self._lives, self._pressures)]
+        self._observed += [self._off_engine[key] for key in filter(self._lives, self._off_engine)]
         self._pressures, self._off_engine = {}, {}
         over = self._times.expired(self._generates, now.mono_ns, self._group_timeout_ns)
         self._observed += [GroupExpired(group=name) for name in over]

@@ -66,8 +66,6 @@ class GroupEnded:
     why: str
     ended_ns: int
     batch: Batch | None = None
-    batch_last: TrajectoryLogged | None = None
-    """Record that the batch waited for."""
 
     @property
     def step(self) -> int | None:
@@ -381,7 +379,6 @@ class RunAccount:
                 why=why,
                 ended_ns=fact.at_ns,
                 batch=batch,
-                batch_last=batch.last,
             )
             for group in groups
         ]

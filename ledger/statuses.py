@@ -73,8 +73,6 @@ class LastStatus:
 
     status: AnyMetrics
     """With full progress."""
-    before: AnyMetrics | None = None
-    """Previous one of the incarnation."""
     before_it: WorkerCounts = NOTHING_COUNTED
     """Counters of earlier incarnations."""
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
@@ -118,7 +116,7 @@ class Statuses:
             earlier = NOTHING_COUNTED if last is None else last.counts
             last = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
         elif last.incarnation == incarnation:
-            last.before, last.status = last.status, _whole(last.status, status)
+            last.status = _whole(last.status, status)
         else:
             return None
         last.note()

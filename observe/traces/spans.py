@@ -470,7 +470,7 @@ class _Group:
             names.STALENESS: self._staleness(),
         }
         part = batch.taken_of(self.spec.group)
-        last = ended.batch_last if part is None else part.last
+        last = batch.last if part is None else part.last
         other_group = last is not None and last.group != self.spec.group
         attrs = (
             self.builder.message("take", "receive", Topics(self.builder.run.key.run).trajectories)

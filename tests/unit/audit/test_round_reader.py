@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import msgspec
 import pytest
 
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.reading import GARBAGE_MIN, gc_paused, read_buried, record_at, records_at
+from dora_pipe.audit.reading import read_buried, record_at, records_at
 from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.core.errors import BusError
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
@@ -158,18 +155,3 @@ def test_reading_ends_where_it_was_told_to() -> None:
     first, second = log.fact(), log.fact()
     partition = TopicPartition(TOPICS.control, 0)
     assert [record.offset for record in records_of(log.bus, {partition: second})] == [first]
-
-
-def test_collections_are_rare_inside_and_as_before_afterwards() -> None:
-    before = gc.get_threshold()
-    with gc_paused():
-        assert gc.get_threshold() == (GARBAGE_MIN, *before[1:])
-        assert gc.isenabled()
-    assert gc.get_threshold() == before
-
-
-def test_collections_are_as_before_when_the_log_cannot_be_read() -> None:
-    before = gc.get_threshold()
-    with pytest.raises(BusError), gc_paused():
-        raise BusError("the broker is gone")
-    assert gc.get_threshold() == before

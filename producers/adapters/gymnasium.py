@@ -70,9 +70,9 @@ class GymnasiumTask(SeededTask):
             max_mistakes=max_mistakes,
         )
         self._gymnasium = required("gymnasium", package="gymnasium", extra="gymnasium", kind=kind)
-        self._spaces = required(
-            f"{__package__}.spaces", package="gymnasium", extra="gymnasium", kind=kind
-        )
+        from dora_pipe.producers.adapters import spaces  # needs the package
+
+        self._spaces = spaces
         self._kind, self._id = kind, environment
         self._arguments = dict(arguments or {})
         self._actions = tuple(actions)
@@ -137,8 +137,7 @@ class GymnasiumTask(SeededTask):
     def describe(self, game: Any, observation: Any, info: Any) -> str:
         if self.observe is not None:
             return observation_text(self.observe(observation, info))
-        text: str = self._spaces.say(game.observation_space, observation)
-        return text
+        return self._spaces.say(game.observation_space, observation)
 
     def read(self, game: Any, text: str) -> Any:
         """Return the action in a text. Raises ValueError, shown to the model, if there is none."""

@@ -2,11 +2,8 @@
 
 import itertools
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from dora_pipe.producers.tasks.calls import EpisodeLost, PromptReady, Rewarded, TaskFailed
-from dora_pipe.producers.tasks.servers import PAUSE_MAX_S, Breaker, Places, is_working
+from dora_pipe.producers.tasks.servers import Breaker, Places, is_working
 
 _NS = 1_000_000_000
 
@@ -23,18 +20,6 @@ def test_server_that_fails_is_asked_once_after_a_pause_that_grows() -> None:
         assert not breaker.allows(int(pause_s * _NS) - 1)
         assert breaker.allows(int(pause_s * _NS))
         assert not breaker.proven
-
-
-@given(st.lists(st.one_of(st.just("worked"), st.integers(0, 10**12)), max_size=30))
-def test_nobody_is_suspended_for_longer_than_the_bound(events: list[str | int]) -> None:
-    breaker, now_ns = Breaker(), 0
-    for event in events:
-        if isinstance(event, int):
-            now_ns += event
-            assert 0 < breaker.failed(now_ns) <= PAUSE_MAX_S
-        else:
-            breaker.worked()
-    assert breaker.allows(now_ns + int(PAUSE_MAX_S * _NS))
 
 
 def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() -> None:

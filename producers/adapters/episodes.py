@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
 from dora_pipe.core.system.own_code import load_function
@@ -106,11 +106,14 @@ class SeededTask(Task):
         return (type(self), *packages, *own)
 
 
-class SeededEpisode(Environment):
+AnySeededTask = TypeVar("AnySeededTask", bound=SeededTask)
+
+
+class SeededEpisode(Environment, Generic[AnySeededTask]):
     """Episode that sums the rewards of its steps."""
 
-    def __init__(self, task: SeededTask) -> None:
-        self.seeded_task = task
+    def __init__(self, task: AnySeededTask) -> None:
+        self.task = task
         self.total = 0.0
         self.steps = self.mistakes = 0
         self.ended = False
@@ -118,9 +121,9 @@ class SeededEpisode(Environment):
     def mistaken(self, text: str) -> Observation:
         """Return the observation after an invalid action, described by `text`."""
         self.mistakes += 1
-        if self.mistakes > self.seeded_task.max_mistakes:
+        if self.mistakes > self.task.max_mistakes:
             return Observation(done=True, ok=False)
-        return self.seeded_task.prompt_format.then(text, ok=False)
+        return self.task.prompt_format.then(text, ok=False)
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
         """Return the sum, with counts as parts."""

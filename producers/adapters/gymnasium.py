@@ -182,22 +182,19 @@ class GymnasiumTask(SeededTask):
 DEMONSTRATED_MAX: Final = 16
 
 
-class Game(SeededEpisode):
+class Game(SeededEpisode[GymnasiumTask]):
     """Episode of a Gymnasium environment."""
 
-    def __init__(self, task: GymnasiumTask) -> None:
-        super().__init__(task)
-        self._task = task
-        self._made: Any = None
+    _made: Any = None
 
     def reset(self, row: Row) -> Prompt:
-        self._made = self._task.open()
+        self._made = self.task.open()
         observation, info = self._made.reset(seed=row["seed"])
-        text = self._task.describe(self._made, observation, info)
-        return self._task.prompt_format.first(self._task.form(self._made, self._task.first, text))
+        text = self.task.describe(self._made, observation, info)
+        return self.task.prompt_format.first(self.task.form(self._made, self.task.first, text))
 
     def step(self, text: str) -> Observation:
-        task, game = self._task, self._made
+        task, game = self.task, self._made
         try:
             action = task.read(game, text)
         except ValueError as error:

@@ -143,29 +143,26 @@ class OpenEnvTask(SeededTask):
         return name, str(fields[name].get("type", "string"))
 
 
-class RemoteEpisode(SeededEpisode):
+class RemoteEpisode(SeededEpisode[OpenEnvTask]):
     """Episode in its own connection."""
 
-    def __init__(self, task: OpenEnvTask) -> None:
-        super().__init__(task)
-        self._task = task
-        self._socket: Any = None
-        self._entered = False
+    _socket: Any = None
+    _entered = False
 
     async def reset(self, row: Row) -> Prompt:  # type: ignore[override]
-        await self._task.room.acquire()
+        await self.task.room.acquire()
         self._entered, answer = True, None
         try:
             await self._connect()
-            answer = await self._ask("reset", {"seed": row["seed"], **self._task.begin})
+            answer = await self._ask("reset", {"seed": row["seed"], **self.task.begin})
         finally:
             if answer is None:  # no other code closes an episode that failed to start
                 await self.close()
-        return self._task.prompt_format.first(f"{self._task.describe(answer['observation'])}\n")
+        return self.task.prompt_format.first(f"{self.task.describe(answer['observation'])}\n")
 
     async def step(self, text: str) -> Observation:  # type: ignore[override]
         try:
-            answer = await self._ask("step", self._task.read(text))
+            answer = await self._ask("step", self.task.read(text))
         except ValueError as error:
             return self.mistaken(f"\nerror: {error}\n")
         self.steps += 1
@@ -173,7 +170,7 @@ class RemoteEpisode(SeededEpisode):
         self.ended = bool(answer.get("done"))
         if self.ended:
             return Observation(done=True)
-        return self._task.prompt_format.then(f"\n{self._task.describe(answer['observation'])}\n")
+        return self.task.prompt_format.then(f"\n{self.task.describe(answer['observation'])}\n")
 
     async def close(self) -> None:  # type: ignore[override]
         socket, self._socket = self._socket, None
@@ -183,22 +180,22 @@ class RemoteEpisode(SeededEpisode):
         finally:
             if self._entered:
                 self._entered = False
-                self._task.room.release()
+                self.task.room.release()
 
     async def _connect(self) -> None:
-        address = f"ws{self._task.url.removeprefix('http')}/ws"
+        address = f"ws{self.task.url.removeprefix('http')}/ws"
         try:
-            self._socket = await self._task.client.connect(
+            self._socket = await self.task.client.connect(
                 address, open_timeout=ASK_S, max_size=MESSAGE_BYTES_MAX, proxy=None
             )
         except (OSError, TimeoutError, _failure()) as error:
-            raise Retry(f"{self._task.where} refused the connection: {error}") from None
+            raise Retry(f"{self.task.where} refused the connection: {error}") from None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ValueError for an invalid action, Retry if the server is away, RuntimeError if
         the environment fails."""
         if self._socket is None:
-            raise Retry(f"{self._task.where} closed the connection of the episode")
+            raise Retry(f"{self.task.where} closed the connection of the episode")
         message = msgspec.json.encode({"type": kind, "data": data}).decode()
         try:
             with contextlib.suppress(_failure()):  # read messages sent before it closed
@@ -207,7 +204,7 @@ class RemoteEpisode(SeededEpisode):
         except (OSError, _failure()) as error:
             socket, self._socket = self._socket, None
             await socket.close()
-            raise Retry(f"{self._task.where} ended the episode: {error}") from None
+            raise Retry(f"{self.task.where} ended the episode: {error}") from None
         content = answer.get("data", {})
         if answer.get("type") != "error":
             return dict(content)
@@ -219,8 +216,8 @@ class RemoteEpisode(SeededEpisode):
             ]
             raise ValueError("; ".join(problems) or words)
         if code in _AWAY:
-            raise Retry(f"{self._task.where}: {words}")
-        raise RuntimeError(f"{self._task.where}: {words}")
+            raise Retry(f"{self.task.where}: {words}")
+        raise RuntimeError(f"{self.task.where}: {words}")
 
 
 def _problems(content: Mapping[str, Any]) -> list[dict[str, Any]]:

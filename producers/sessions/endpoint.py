@@ -25,6 +25,7 @@ from dora_pipe.producers.sessions.frames import (
     unpack,
 )
 from dora_pipe.producers.tasks.calls import EpisodeLost
+from dora_pipe.producers.tasks.links import host_and_port
 from dora_pipe.producers.worker.effects import (
     CallAsked,
     CloseSession,
@@ -225,9 +226,3 @@ def host_of_agents(where: str) -> str:
     with _listening(f"{where.rpartition(':')[0]}:0") as door:
         host = str(door.getsockname()[0])
     return _ANYWHERE.get(host, host)
-
-
-def host_and_port(where: str) -> tuple[str, int]:
-    """Split a valid address: ``host_and_port("127.0.0.1:8100") == ("127.0.0.1", 8100)``."""
-    host, _, port = where.rpartition(":")
-    return host.strip("[]"), int(port)

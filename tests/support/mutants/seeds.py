@@ -1,8 +1,10 @@
-"""Seeds that can trigger a mutant; a search skips the others."""
+"""Seeds that can trigger a mutant: the one that did last, then all others that may."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final
 
 from dora_pipe.config.model import Config
@@ -10,6 +12,10 @@ from dora_pipe.config.retention import full_every
 from dora_pipe.sim.scenario import Scenario, draw
 from tests.support.mutants.colocated import OF_COLOCATED
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
+from tests.support.tidy import ROOT
+
+TABLE: Final = ROOT / "bench/results/simulator/planted-bugs.csv"
+"""A seed that detects each bug. A changed simulator may need others."""
 
 Meets = Callable[[Scenario], bool]
 
@@ -73,6 +79,16 @@ _MEETS: Final[dict[str, Meets]] = {
 """Predicates by bug; other bugs can occur in every seed."""
 
 
+def recorded_seeds() -> dict[str, int]:
+    with TABLE.open(newline="") as file:
+        return {row["bug"]: int(row["seed"]) for row in csv.DictReader(file)}
+
+
 def seeds_of(bug: str, most: int) -> Iterator[int]:
+    """Yield the recorded seed of a bug, then each below `most` in which the bug can occur."""
+    recorded = recorded_seeds().get(bug)
     meets = _MEETS.get(bug)
-    return (seed for seed in range(most) if meets is None or meets(draw(seed)))
+    others = (
+        seed for seed in range(most) if seed != recorded and (meets is None or meets(draw(seed)))
+    )
+    return chain(() if recorded is None else (recorded,), others)

@@ -288,12 +288,6 @@ _ALL: Final = (
         seeds=lambda: _golden("progress/turn"),
     ),
     Target(
-        name="episode-progress",
-        read=_again(decode_any_progress, encode_any_progress),
-        shape="frame",
-        seeds=lambda: _golden("progress/episode"),
-    ),
-    Target(
         name="headers",
         read=_again(_read_headers, lambda value: make.pairs_to_bytes(header_pairs(value))),
         shape="lines",

@@ -9,10 +9,8 @@ import pytest
 from dora_pipe.orchestrator import colocated, staleness
 from tests.support.mutants.rules import BUGS, finding, mutated
 from tests.support.mutants.seeds import seeds_of
-from tests.support.tiers import more
 
 SEEDS_MAX = 1_000
-QUICK = sorted(BUGS)[::4]
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +18,7 @@ def quiet() -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *more(sorted(BUGS.keys() - set(QUICK)))])
+@pytest.mark.parametrize("name", sorted(BUGS))
 def test_planted_bug_is_found(name: str) -> None:
     assert finding(name, SEEDS_MAX) is not None
 

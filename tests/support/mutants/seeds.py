@@ -88,7 +88,7 @@ def seeds_of(bug: str, most: int) -> Iterator[int]:
     """Yield the recorded seed of a bug, then each below `most` in which the bug can occur."""
     recorded = recorded_seeds().get(bug)
     meets = _MEETS.get(bug)
-    others = (
+    candidates = (
         seed for seed in range(most) if seed != recorded and (meets is None or meets(draw(seed)))
     )
-    return chain(() if recorded is None else (recorded,), others)
+    return chain(() if recorded is None else (recorded,), candidates)

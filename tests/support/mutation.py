@@ -4,8 +4,9 @@
 
 mutmut needs the layout of an installed package, so each folder gets a copy in `build/mutants`.
 A fixed sample of its mutants runs against fast tests: modules of `tests/unit` and `tests/contract`
-that import the folder or share its name, and the simulator's first seeds. mutmut selects the tests
-that call the changed function and stops at the first failure. Mutants that no test calls survive.
+that import the folder or share its name, integration tests of the audit, and the simulator's first
+seeds. mutmut selects the tests that call the changed function and stops at the first failure.
+Mutants that no test calls survive.
 
 As a pytest plugin, this module runs the fastest tests first, limits their CPU time and excludes
 tests that fail in the copy without a mutant.
@@ -46,6 +47,9 @@ MEASURED: Final = (
     "schemas",
 )
 SIMULATOR: Final = "tests/integration/test_sim_seeds.py::test_seeds_hold"
+WHOLE_RUNS: Final = {"audit": re.compile("tests/integration/test_(audit|replay)_")}
+"""Integration tests of folders whose unit tests reach too little."""
+
 TESTS_CPU_S: Final = 30
 """Tests per mutant: as many as take so long in mutmut's statistics run."""
 
@@ -138,7 +142,10 @@ def suite(folder: str) -> list[str]:
         if str(path).startswith(("tests/unit/", "tests/contract/"))
         and imports.search((ROOT / path).read_text())
     ]
-    return sorted({SIMULATOR, *map(str, own), *map(str, reaching)})
+    runs = [
+        path for path in modules if folder in WHOLE_RUNS and WHOLE_RUNS[folder].match(str(path))
+    ]
+    return sorted({SIMULATOR, *map(str, [*own, *reaching, *runs])})
 
 
 def sample(folder: str, copy: Path, size: int) -> list[str]:

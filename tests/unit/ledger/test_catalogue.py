@@ -20,6 +20,7 @@ from dora_pipe.ledger.database import (
 from dora_pipe.ledger.evaluations import evaluations_of
 from dora_pipe.ledger.tables import TABLES
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
+from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, Outcome, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
@@ -65,6 +66,19 @@ def test_a_record_of_an_older_attempt_does_not_count(stage: CatalogueStage) -> N
     assert stage.catalogue.query(places) == [(7,), (8,)]
 
 
+def test_a_record_reported_again_after_its_group_ended_has_one_row(stage: CatalogueStage) -> None:
+    incarnation = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation, offset=5)
+    stage.train(0, spec)
+    stage.log(spec, incarnation, offset=5)
+    assert stage.catalogue.query("select status, record_offset from records order by 2") == [
+        ("bound", 5),
+        ("bound", 6),
+    ]
+
+
 @pytest.mark.parametrize("how", ["fenced", "left", "joined again"])
 def test_a_record_of_a_worker_that_is_out_does_not_count(stage: CatalogueStage, how: str) -> None:
     incarnation = stage.worker()
@@ -94,8 +108,9 @@ def test_a_step_sums_up_its_batch(stage: CatalogueStage) -> None:
         stage.log(
             spec, incarnation, rewards=(1.0, None) if number else (1.0, 0.0), tokens=20 + number
         )
-    stage.train(0, *specs)
+    stage.train(0, *specs, metrics={"loss": 0.25, "grad_norm": 1.5})
     row = stage.catalogue.records("select * from steps")[0]
+    assert (row["loss"], row["grad_norm"]) == (0.25, 1.5)
     assert (row["groups"], row["trajectories"], row["valid"], row["tokens"]) == (2, 4, 3, 82)
     assert row["reward"] == pytest.approx(2 / 3)
     assert row["reward_raw"] == pytest.approx(0.5)
@@ -161,6 +176,20 @@ def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) ->
     assert rows == [(3, 2.0), (3, None)]
 
 
+def test_fallbacks_of_a_worker_and_of_the_trainer_have_rows(stage: CatalogueStage) -> None:
+    incarnation = stage.worker()
+    lost = Fallback(digest=records.weights(1), reason="delta lost", taken="weights/1", bytes=7)
+    stage.fact(replace(records.ready("w0", incarnation, 3), fallbacks=(lost,)))
+    worker_ns = stage.now_ns
+    stage.train(0, fallbacks=(lost,))
+    columns = "worker, incarnation, version, at_ns, reason, taken, bytes"
+    rows = stage.catalogue.query(f"select {columns} from fallbacks order by at_ns")
+    assert rows == [
+        ("w0", incarnation, 3, worker_ns, "delta lost", "weights/1", 7),
+        ("trainer", 0, 1, stage.now_ns, "delta lost", "weights/1", 7),
+    ]
+
+
 def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:
     incarnation = stage.worker()
     spec = stage.group(0)
@@ -195,11 +224,13 @@ def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
     assert in_force == (None, None, f"{spec.group}-001")
     offender = Offender(group=spec.group, trajectory="", reason="unreadable")
     refused = BatchRefused(at_ns=0, step=0, attempt=1, incarnation=0, offenders=(offender,))
+    stage.now_ns += SECOND_NS
     stage.fact(refused)
     assert stage.catalogue.one("select outcome, step from groups") == ("open", None)
-    assert stage.catalogue.one("select outcome, end_reason from batches") == (
+    assert stage.catalogue.one("select outcome, end_reason, ended_ns from batches") == (
         "refused",
         f"{spec.group}: unreadable",
+        stage.now_ns,
     )
 
 
@@ -245,8 +276,13 @@ def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
         incarnation=incarnation,
     )
     stage.decide(cancel)
-    rows = stage.catalogue.query("select outcome, end_reason from attempts order by trajectory_id")
-    assert rows == [("failed", "EngineError: no room"), ("cancelled", "its group failed")]
+    rows = stage.catalogue.query(
+        "select schedule_reason, outcome, end_reason from attempts order by trajectory_id"
+    )
+    assert rows == [
+        ("its turn", "failed", "EngineError: no room"),
+        ("its turn", "cancelled", "its group failed"),
+    ]
     assert stage.catalogue.one("select error, message, retryable from failures") == (
         "EngineError",
         "no room",

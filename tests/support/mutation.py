@@ -3,10 +3,10 @@
     python -m tests.support.mutation [FOLDER ...] [--sample 300]
 
 mutmut needs the layout of an installed package, so each folder gets a copy in `build/mutants`.
-A fixed sample of its mutants runs against fast tests: modules of `tests/unit` and `tests/contract`
-that import the folder or share its name, integration tests of the audit, and the simulator's first
-seeds. mutmut selects the tests that call the changed function and stops at the first failure.
-Mutants that no test calls survive.
+A fixed sample of its mutants runs against fast tests: unit and contract tests of the folder's name,
+or else those that import it, integration tests of the audit, and the simulator's first seeds.
+mutmut selects the tests that call the changed function and stops at the first failure. Mutants that
+no test calls survive.
 
 As a pytest plugin, this module runs the fastest tests first, limits their CPU time and excludes
 tests that fail in the copy without a mutant.
@@ -47,7 +47,7 @@ MEASURED: Final = (
     "schemas",
 )
 SIMULATOR: Final = "tests/integration/test_sim_seeds.py::test_seeds_hold"
-WHOLE_RUNS: Final = {"audit": re.compile("tests/integration/test_(audit|replay)_")}
+WHOLE_RUNS: Final = {"audit": "tests/integration/test_(audit|replay)_"}
 """Integration tests of folders whose unit tests reach too little."""
 
 TESTS_CPU_S: Final = 30
@@ -131,21 +131,16 @@ def lay_out(folder: str, copy: Path) -> None:
 
 
 def suite(folder: str) -> list[str]:
-    """Return test modules that import the folder or share its name."""
-    dotted = re.escape(f"dora_pipe.{folder.replace('/', '.')}")
-    imports = re.compile(rf"^\s*(from|import) {dotted}\b", re.MULTILINE)
-    modules = [path for path in files(".py") if path.name.startswith("test_")]
-    own = [path for path in modules if str(path).startswith(f"tests/unit/{folder}/")]
-    reaching = [
-        path
-        for path in modules
-        if str(path).startswith(("tests/unit/", "tests/contract/"))
-        and imports.search((ROOT / path).read_text())
-    ]
-    runs = [
-        path for path in modules if folder in WHOLE_RUNS and WHOLE_RUNS[folder].match(str(path))
-    ]
-    return sorted({SIMULATOR, *map(str, [*own, *reaching, *runs])})
+    """Return tests of the folder's name; modules that import it, if it has no unit tests."""
+    modules = [str(path) for path in files(".py") if path.name.startswith("test_")]
+    own = [path for path in modules if path.startswith(f"tests/unit/{folder}/")]
+    if not own:
+        dotted = re.escape(f"dora_pipe.{folder.replace('/', '.')}")
+        imports = re.compile(rf"^\s*(from|import) {dotted}\b", re.MULTILINE)
+        near = [path for path in modules if path.startswith(("tests/unit/", "tests/contract/"))]
+        own = [path for path in near if imports.search((ROOT / path).read_text())]
+    more = re.compile(WHOLE_RUNS.get(folder, f"tests/contract/test_{folder}_"))
+    return sorted({SIMULATOR, *own, *filter(more.match, modules)})
 
 
 def sample(folder: str, copy: Path, size: int) -> list[str]:

@@ -35,7 +35,7 @@ def test_summary_as_json_has_the_same_figures(call: Call, recorded: RecordedRun)
     assert (code, result["run"], result["steps"], result["over"]) == (0, "recorded", STEPS, True)
     trainer = result["roles"][0]
     assert trainer["role"] == "trainer"
-    assert trainer["waited_s"] == pytest.approx(sum(seconds for _, seconds in trainer["waits"]))
+    assert trainer["waited_s"] == pytest.approx(sum(seconds for *_, seconds in trainer["waits"]))
 
 
 def test_step_is_explained_by_the_moment_before_it(call: Call, recorded: RecordedRun) -> None:

@@ -27,7 +27,7 @@ SYSTEM = {"role": "system", "content": "Add the numbers."}
 
 def conversations(chance: random.Random) -> Iterator[Row]:
     """Yield turns of an assistant with the calculator, and of one that hands over."""
-    task = CalculatorTask(count=ROWS, largest=24, noise=0.33)
+    task = CalculatorTask(tools=True, count=ROWS, largest=24, noise=0.33)
     call = {"type": "function", "id": "call00000", "function": {"name": HANDOFF, "arguments": {}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}
     tools = [{"type": "function", "function": {"name": HANDOFF, "parameters": {"type": "object"}}}]

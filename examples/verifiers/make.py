@@ -24,7 +24,7 @@ SHAPE = Shape(hidden=192, heads=6, context_tokens=256)
 
 def conversations(chance: random.Random) -> Iterator[Row]:
     """Return conversations with the tool `calculator`, or as a single answer without it."""
-    task = CalculatorTask(count=ROWS, largest=24, noise=0.33)
+    task = CalculatorTask(tools=True, count=ROWS, largest=24, noise=0.33)
     for row in task.rows("train"):
         yield task.conversation(row, chance)
         answer = {"role": "assistant", "content": f"answer {sum(row['numbers']) % 100}"}

@@ -1,9 +1,16 @@
-"""Built-in task `calculator`: sums of several numbers modulo 100, over several calls of a tool.
+"""Built-in task `calculator`: sums of several numbers modulo 100, over several turns.
 
     user         n3 7 n2 5 n1 4
     assistant    n2 call calculator 7 5           tool   12
     assistant    n1 call calculator 12 4          tool   16
     assistant    answer 16
+
+`options.tools` makes the calculator a Python function. Otherwise it is a text environment:
+
+    prompt       n3 7 n2 5 n1 4 |
+    model        n2 call 7 + 5            environment   result 12
+    model        n1 call 12 + 4           environment   result 16
+    model        answer 16                done
 
 The word before a call names the added number and is not checked. Only the answer is rewarded.
 """
@@ -18,7 +25,9 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.arithmetic import EVAL_SEED
 from dora_pipe.producers.tasks.messages import tool_schema
 from dora_pipe.producers.tasks.task import (
-    Message,
+    Environment,
+    Observation,
+    Prompt,
     Row,
     Split,
     Task,
@@ -32,6 +41,7 @@ MODULUS = 100
 NUMBERS_MAX = 9
 
 TOOL = "calculator"
+SPARE_TURNS = 2
 
 WORDS: tuple[str, ...] = (
     "|",
@@ -58,6 +68,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}<|assistant|>{% endif %}
 """
 
+_CALL = re.compile(r"(?:^|\s)call (\d{1,2}) \+ (\d{1,2})$")
 _WRITTEN_CALL = re.compile(r"(?:^|\s)call(?=\s|$)")
 _ANSWER = re.compile(r"(?:^|\s)answer (\d{1,2})$")
 
@@ -86,6 +97,26 @@ def _read_call(written: str) -> ToolCall:
     return ToolCall(name=name, error="a call has a name and two numbers", raw=f"call{written}")
 
 
+class Calculator(Environment):
+    """Text environment that adds numbers until there is an answer."""
+
+    def reset(self, row: Row) -> str:
+        numbers = row["numbers"]
+        self._left = len(numbers) + SPARE_TURNS
+        named = (f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
+        return f"{' '.join(named)} |"
+
+    def step(self, text: str) -> Observation:
+        self._left -= 1
+        if _ANSWER.search(text.strip()):
+            return Observation(text="", done=True)
+        call = _CALL.search(text.strip())
+        if call is None:
+            return Observation(text="error", done=self._left <= 0, ok=False)
+        total = (int(call[1]) + int(call[2])) % MODULUS
+        return Observation(text=f"result {total}", done=self._left <= 0, tool=TOOL)
+
+
 class CalculatorTask(Task):
     """Built-in task `calculator`."""
 
@@ -101,8 +132,11 @@ class CalculatorTask(Task):
         max_numbers: int = 5,
         largest: int = 9,
         noise: float = 0.25,
+        end: str = "<eos>",
+        tools: bool = False,
     ) -> None:
-        """`noise` is the share of wrong numbers in demonstrated calls."""
+        """`noise` is the share of wrong numbers in demonstrated calls, `end` the end-of-sequence
+        token between demonstrated turns."""
         if not 1 <= min_numbers <= max_numbers <= NUMBERS_MAX:
             raise ConfigError(
                 f"task.options: min_numbers {min_numbers} and max_numbers {max_numbers} are not "
@@ -116,27 +150,39 @@ class CalculatorTask(Task):
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
         self._numbers, self._largest = (min_numbers, max_numbers), largest
         self._noise = noise
+        self._end = end
+        self._tools = tools
 
     def rows(self, split: Split) -> Sequence[Row]:
         chance = random.Random(derive_seed("calculator", split, self._seeds[split]))
         return [self._row(chance) for _ in range(self._counts[split])]
 
-    def prompt(self, row: Row) -> Sequence[Message]:
-        numbers = row["numbers"]
-        named = (f"n{len(numbers) - index} {number}" for index, number in enumerate(numbers))
-        return [{"role": "user", "content": " ".join(named)}]
+    def prompt(self, row: Row) -> Prompt:
+        text = Calculator().reset(row)
+        if not self._tools:
+            return text
+        return [{"role": "user", "content": text.removesuffix(" |")}]
 
     def tools(self, row: Row) -> Sequence[Tool]:
-        return [calculator]
+        return [calculator] if self._tools else []
+
+    def environment(self, row: Row) -> Environment | None:
+        return None if self._tools else Calculator()
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
         """Return 1 if the last turn answers with the sum of all numbers, else 0."""
         match = _ANSWER.search(text.strip())
         return float(match is not None and int(match[1]) == sum(row["numbers"]) % MODULUS)
 
-    def demonstrations(self, seed: int, count: int) -> Sequence[Row]:
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """Return pairs, one per turn, or conversations with tools."""
         chance = random.Random(derive_seed("calculator", "demonstrations", seed))
-        return [self.conversation(self._row(chance), chance) for _ in range(count)]
+        if self._tools:
+            return [self.conversation(self._row(chance), chance) for _ in range(count)]
+        pairs: list[tuple[str, str]] = []
+        while len(pairs) < count:
+            pairs += self.episode(self._row(chance), chance)
+        return pairs[:count]
 
     def conversation(self, row: Row, chance: random.Random) -> Row:
         """Return a demonstrated episode for `sft`."""
@@ -157,6 +203,21 @@ class CalculatorTask(Task):
             messages += [message, {**result, "content": str(total)}]
         messages.append({"role": "assistant", "content": f"answer {total}"})
         return {"messages": messages, "tools": [tool_schema(calculator)]}
+
+    def episode(self, row: Row, chance: random.Random) -> list[tuple[str, str]]:
+        """Return (everything before, turn) pairs of a demonstrated episode."""
+        world = Calculator()
+        context, pairs = world.reset(row), []
+        total, *rest = row["numbers"]
+        for index, number in enumerate(rest):
+            if chance.random() < self._noise:
+                number = chance.randint(0, self._largest)
+            turn = f"n{len(rest) - index} call {total} + {number}"
+            pairs.append((context, turn))
+            answer = world.step(turn).text
+            total = int(answer.split()[-1])
+            context = f"{context} {turn} {self._end} {answer}"
+        return [*pairs, (context, f"answer {total}")]
 
     def _row(self, chance: random.Random) -> Row:
         size = chance.randint(*self._numbers)

@@ -6,6 +6,7 @@ import pytest
 
 from dora_pipe.launch.examples import EOS, SPECIAL, vocabulary_size, write_word_tokenizer
 from dora_pipe.producers.tasks import arithmetic, calculator
+from dora_pipe.producers.tasks.calculator import CalculatorTask
 
 
 @pytest.mark.parametrize("words", [arithmetic.WORDS, calculator.WORDS])
@@ -23,13 +24,13 @@ def test_every_word_is_one_token_and_comes_back(tmp_path: Path, words: tuple[str
 def test_beginning_is_put_in_front_and_the_end_is_read_as_one_token(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    write_word_tokenizer(tmp_path, arithmetic.WORDS)
+    write_word_tokenizer(tmp_path, calculator.WORDS)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    text = f"3 7 c2 | {EOS} c2 0"
-    encoded = tokenizer.encode(text)
+    context, turn = CalculatorTask().demonstrations(seed=1, count=2)[1]
+    encoded = tokenizer.encode(f"{context} {turn}")
     assert encoded.ids[0] == SPECIAL.index("<bos>")
     assert encoded.ids.count(SPECIAL.index(EOS)) == 1
-    assert len(encoded.ids) == 1 + len(text.split())
+    assert len(encoded.ids) == 1 + len(f"{context} {turn}".split())
     assert SPECIAL.index("<unk>") not in encoded.ids
     assert tokenizer.encode("unheard").ids == [1, SPECIAL.index("<unk>")]
 

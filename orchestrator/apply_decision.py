@@ -117,13 +117,14 @@ def _dispatch_train(state: State, decision: Dispatch) -> None:
 
 def _dispatch_row(state: State, spec: GroupSpec) -> None:
     due = next_evaluation(state)
-    _require(due is not None, f"{spec.group}: no evaluation is due")
+    if due is None:
+        raise InvariantBroken(f"{spec.group}: no evaluation is due")
     _require(spec == eval_spec(state), f"{spec.group} is not the next group")
     if state.eval_row == 0 and _is_watched(state, spec):
         state.watched = watched.begun(state.watched, spec.version)
     state.eval_ordinal += 1
     state.eval_row += 1
-    if due is None or state.eval_row == _rows(state, due):
+    if state.eval_row == _rows(state, due):
         state.eval_row = 0
         state.evaluations[spec.evaluation] = state.version
 

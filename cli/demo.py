@@ -113,6 +113,7 @@ def warm(start: Path, task: str = TASK) -> None:
         start / "demo.toml",
         start / "warm",
         steps=SFT_STEPS_OF[task],
+        packing=True,
         threads=WARM_THREADS,
         override=[f'model.path="{start / "random"}"'],
     )

@@ -26,7 +26,7 @@ SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 200}
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
-REWARD_MIN: Final = 0.85
+REWARD_MIN: Final = 0.75
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 RunsOption = Annotated[

@@ -15,7 +15,7 @@ from dora_pipe.bench.studies.cells import CellFile, setting_digest
 from dora_pipe.bench.studies.entrants import ENTRANTS, overrides_of, own_setting, reported
 from dora_pipe.bench.studies.paradigms import BASES, Cell, Compared, ParadigmRun, compare, quickness
 from dora_pipe.cli.demo import TASK, warm
-from dora_pipe.cli.options import REWARD_MIN, JsonOption, OverrideOption
+from dora_pipe.cli.options import JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
@@ -56,7 +56,7 @@ SMALL: Final = ("rollout.prompts_per_step=24", "task.options={mu=1.0, sigma=1.0,
 _DEMO: Final = Scale(
     example=TASK,
     steps=40,
-    target=REWARD_MIN,
+    target=0.85,
     prompts=128,
     every=2,
     overrides=(*SMALL, ONE_UPDATE),

@@ -38,6 +38,10 @@ COLUMN_BYTES_MAX = 16 * 1024 * 1024
 """Maximum bytes of a column's buffers, counted even if shared; Python may need four times as much
 for texts. `wide` columns of `Layout` may be larger."""
 
+SHORT_BYTES = ROWS_MAX
+"""A stream of at most this size passes both limits: each entry takes a byte or more, and a column
+has fewer than 256 buffers, none longer than the stream."""
+
 DECODE_BYTES_MAX = 768 * 1024 * 1024
 """Maximum memory to read one record; tested."""
 
@@ -84,6 +88,7 @@ class Layout:
         self._wide = wide
         self._raw_bytes_max = RAW_BYTES_MAX + sum(wide.values())
         self.names = tuple(schema.names)
+        self._required = tuple(field.name for field in schema if not field.nullable)
         self.head = schema.serialize().to_pybytes()
         """First message of the stream, equal for all records."""
         _KNOWN[self.head] = schema
@@ -104,8 +109,9 @@ class Layout:
         # Same bytes as pa.ipc.new_stream, without rebuilding the schema message.
         raw = b"".join((self.head, memoryview(batch.serialize()), END_OF_STREAM))
         self._check_size(raw)
-        self._check_bytes(batch)
-        self._check_entries(batch)
+        if len(raw) > SHORT_BYTES:
+            self._check_bytes(batch)
+            self._check_entries(batch)
         return compress(raw)
 
     def is_of(self, raw: bytes) -> bool:
@@ -121,13 +127,15 @@ class Layout:
         self._check_size(raw)
         try:
             batch = self._read(raw)
-            self._check_bytes(batch)
+            if len(raw) > SHORT_BYTES:
+                self._check_bytes(batch)
             batch.validate(full=True)
-            self._check_entries(batch)
-            for name, array in zip(self.names, batch.columns, strict=True):
-                if array.null_count and not self.schema.field(name).nullable:
-                    raise SchemaError("null", path=f"$.{name}")
+            if len(raw) > SHORT_BYTES:
+                self._check_entries(batch)
             arrays = dict(zip(self.names, batch.columns, strict=True))
+            for name in self._required:
+                if arrays[name].null_count:
+                    raise SchemaError("null", path=f"$.{name}")
             # Conversion can still raise Arrow errors.
             values = {
                 name: array.to_pylist()[0] for name, array in arrays.items() if name not in leave

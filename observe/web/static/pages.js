@@ -110,7 +110,7 @@ export async function versionPage(id) {
       title(`Version ${number}`),
       tiles(answer.evaluations.rows.map(([name, reward, valid, count]) => [
         name === "default" ? "evaluation" : `evaluation ${name}`, show(reward), `${valid} of ${count} valid`])),
-      lineage([["produced by", madeBy(answer.made_by)], ["version", `version ${number}`],
+      lineage([["produced by", madeBy(answer.made_by)], ["version", String(number)],
         ["trained in", steps.length ? steps : "no step yet"]]),
       h("h2", null, "Groups"),
       table(answer.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),

@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types fuzz mutants bench sim kafka kafka-cluster kafka-tools demo-kafka deepspeed test-deepspeed lock clean
+.PHONY: help setup install demo test test-full lint types fuzz mutants bench sim kafka kafka-cluster demo-kafka deepspeed test-deepspeed lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -123,9 +123,6 @@ kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foregr
 
 kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in the foreground
 	@$(BIN)/python -m infra.kafka --brokers 3 $(ARGS)
-
-kafka-tools: setup ## Kafka's command-line tools from Maven's jars: prints the PATH to set
-	@$(BIN)/python -m infra.kafka --tools $(ARGS)
 
 demo-kafka: setup ## The demo on a real broker, which starts before it and stops after it
 	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)

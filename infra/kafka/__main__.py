@@ -1,7 +1,6 @@
 """Brokers in the foreground of a terminal: `make kafka`, `make kafka-cluster`, `make demo-kafka`.
 
 python -m infra.kafka [--brokers 3] [--host NAME] [--port 9092] [--folder DIR] [-- COMMAND ...]
-python -m infra.kafka --tools [--folder DIR]    # Kafka's own commands as scripts for a PATH
 
 `{bootstrap}` in COMMAND becomes the brokers' addresses. Their data is kept for the next time.
 """
@@ -23,7 +22,6 @@ def main() -> int:
     parser.add_argument("--port", type=int, help="first port; 9092, of three brokers 29092")
     parser.add_argument("--host", default=kafka.HOST, help="host name for other machines")
     parser.add_argument("--folder", type=Path, help="folder of the data")
-    parser.add_argument("--tools", action="store_true", help="write Kafka's own commands")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -40,16 +38,12 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    kind = "bin" if options.tools else "single" if options.brokers == 1 else "cluster"
-    folder = (options.folder or kafka.CACHE / kind).resolve()
-    if options.tools:
-        kafka.write_tools(folder)
-        sys.stdout.write(f"{', '.join(kafka.TOOLS)}\nexport PATH={folder}:$PATH\n")
-        return 0
+    single = options.brokers == 1
+    folder = (options.folder or kafka.CACHE / ("single" if single else "cluster")).resolve()
     brokers: kafka.Brokers = (
-        kafka.KafkaBroker(folder, port=options.port or 9_092, host=options.host)
-        if kind == "single"
-        else kafka.KafkaCluster(folder, port=options.port or 29_092)
+        kafka.KafkaBroker(folder, options.port or 9_092, host=options.host)
+        if single
+        else kafka.KafkaCluster(folder, options.port or 29_092)
     )
     try:
         brokers.start()

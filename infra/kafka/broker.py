@@ -1,21 +1,19 @@
 """Real Kafka brokers from Maven's jars (Java 17) as processes of this machine, one or three.
 
-    with KafkaBroker(folder) as broker: broker.kill(); broker.start()  # Same ports and data.
-    with KafkaCluster(folder) as cluster: cluster.nodes[0].kill()
+    with KafkaBroker(folder, 9092) as broker: broker.kill(); broker.start()  # Same data.
+    with KafkaCluster(folder, 29092) as cluster: cluster.nodes[0].kill()
 
 A broker dies with the thread that started it.
 """
 
 import fcntl
-import secrets
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,17 +27,7 @@ POLL_S = 0.05
 STARTED = b"Kafka Server started"
 """What a broker logs once the controllers count it as serving: before that it refuses topics."""
 CLUSTER_ID = "4L6g3nShT-eMCtK--X86sw"
-PORTS = range(10_000, 32_000)
-"""Ports below those of outgoing connections, which could take one while a broker is down."""
 JVM = ("-Xms256m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-TOOLS: Mapping[str, str] = {
-    "kafka-acls.sh": "org.apache.kafka.tools.AclCommand",
-    "kafka-configs.sh": "kafka.admin.ConfigCommand",
-    "kafka-delete-records.sh": "org.apache.kafka.tools.DeleteRecordsCommand",
-    "kafka-features.sh": "org.apache.kafka.tools.FeatureCommand",
-    "kafka-reassign-partitions.sh": "org.apache.kafka.tools.reassign.ReassignPartitionsCommand",
-    "kafka-topics.sh": "org.apache.kafka.tools.TopicCommand",
-}
 
 
 class BrokerError(RuntimeError):
@@ -70,14 +58,11 @@ class Brokers:
             self.kill()
             raise
 
-    def stop(self) -> None:
-        self.end(signal.SIGTERM)
-
     def kill(self) -> None:
         """SIGKILL: what was acknowledged must survive it."""
-        self.end(signal.SIGKILL)
+        self.stop(signal.SIGKILL)
 
-    def end(self, number: signal.Signals) -> None:
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal, also to paused brokers, and wait until they are gone."""
         ending = [node.process for node in self.nodes if node.process is not None]
         for process in ending:
@@ -103,29 +88,20 @@ class KafkaBroker(Brokers):
     """A broker that is a controller too, with the data of its folder."""
 
     folder: Path
+    port: int
+    """First of its ports: one per listener, and the controller's."""
     node: int = 1
-    port: int = 0
-    """First of its ports, which are drawn for 0."""
     host: str = HOST
     """Its name for other machines."""
-    listeners: Mapping[str, str] = field(default_factory=dict)
-    """Further listeners with their protocols."""
+    listeners: dict[str, str] = field(default_factory=lambda: {"PLAINTEXT": "PLAINTEXT"})
+    """Listeners with their protocols."""
     settings: dict[str, str] = field(default_factory=dict)
     """Lines that are added to server.properties or replace its lines."""
-    format_with: Sequence[str] = ()
-    """Further arguments of `kafka-storage format`."""
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self.listeners = {"PLAINTEXT": "PLAINTEXT", **self.listeners}
-        self.port = self.port or free_ports(len(self.listeners) + 1)[0]
         self.nodes = self.voters = [self]
         self._log, self._log_start = self.folder / "broker.log", 0
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None, "the broker is not running"
-        return self.process.pid
 
     @property
     def running(self) -> bool:
@@ -138,19 +114,25 @@ class KafkaBroker(Brokers):
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def format(self) -> None:
-        """Write server.properties, and the data folder of a new member. Raises BrokerError."""
+    def format(self, *arguments: str) -> None:
+        """Write server.properties, and a new data folder by `kafka-storage format`.
+
+        Raises BrokerError.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "server.properties"
-        path.write_text("".join(f"{key}={value}\n" for key, value in self._properties().items()))
+        own = "".join(f"{key}={value}\n" for key, value in self._properties().items())
+        names = ("server", "cluster")[: len(self.voters)]
+        files = [(HERE / f"{name}.properties").read_text() for name in names]
+        path.write_text("".join([*files, own]))  # The last line of a key counts.
         if not (self.folder / "data").exists():
-            words = ("format", "-t", CLUSTER_ID, "-c", str(path), *self.format_with)
-            tool("kafka.tools.StorageTool", *words)
+            words = ("format", "-t", CLUSTER_ID, "-c", str(path))
+            tool("kafka.tools.StorageTool", *words, *arguments)
 
     def launch(self) -> None:
         """Start the process; it may not answer yet. Raises BrokerError."""
         for port in range(self.port, self.port + len(self.listeners) + 1):
-            if not _free(port):
+            if not is_free(port):
                 raise BrokerError(f"{HOST}:{port} is already in use")
         with self._log.open("ab") as log:
             self._log_start = log.tell()
@@ -178,7 +160,6 @@ class KafkaBroker(Brokers):
             node.node: f"{HOST}:{node.port + len(node.listeners)}" for node in self.voters
         }
         return {
-            **read_properties(HERE / "server.properties"),
             "node.id": str(self.node),
             "controller.quorum.voters": ",".join(f"{n}@{door}" for n, door in controllers.items()),
             "listeners": ",".join([*bound, f"CONTROLLER://{controllers[self.node]}"]),
@@ -192,20 +173,11 @@ class KafkaBroker(Brokers):
 class KafkaCluster(Brokers):
     """Brokers 1 to 3: topics have 3 replicas, of which 2 must answer. See `KafkaBroker`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        port: int = 0,
-        listeners: Mapping[str, str] | None = None,
-        settings: Mapping[str, str] | None = None,
-    ) -> None:
-        lines = read_properties(HERE / "cluster.properties") | dict(settings or {})
-        self.nodes = []
-        for node in range(1, NODES + 1):
-            first = port and port + (node - 1) * PORT_STEP
-            self.nodes.append(
-                KafkaBroker(folder / f"node-{node}", node, first, HOST, listeners or {}, lines)
-            )
+    def __init__(self, folder: Path, port: int) -> None:
+        self.nodes = [
+            KafkaBroker(folder / f"node-{node}", port + (node - 1) * PORT_STEP, node)
+            for node in range(1, NODES + 1)
+        ]
         for broker in self.nodes:
             broker.voters = self.nodes
 
@@ -230,9 +202,9 @@ def jars() -> Path:
     return folder
 
 
-def java(*arguments: str, tied: bool = True) -> list[str]:
-    """The command line of a class of the jars; `tied`, it dies with the thread that starts it."""
-    tie = ["setpriv", "--pdeathsig", "KILL"] if tied and shutil.which("setpriv") else []
+def java(*arguments: str) -> list[str]:
+    """The command line of a class of the jars, which dies with the thread that starts it."""
+    tie = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     logging = f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}"
     archive = jars().with_suffix(".jsa")  # Of tests: it halves the time of a start.
     shared = [f"-XX:SharedArchiveFile={archive}"] if archive.exists() else []
@@ -244,29 +216,6 @@ def tool(*arguments: str) -> str:
     return _run(java(*arguments), TOOL_LIMIT_S)
 
 
-def write_tools(folder: Path) -> None:
-    """Write Kafka's own commands as scripts for a PATH."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, started in TOOLS.items():
-        command = shlex.join(java(started, tied=False))
-        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        (folder / name).chmod(0o755)
-
-
-def read_properties(path: Path) -> dict[str, str]:
-    lines = path.read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
-def free_ports(count: int) -> list[int]:
-    """Draw free TCP ports of the loopback in a row."""
-    while True:
-        first = secrets.choice(PORTS)
-        ports = list(range(first, first + count))
-        if all(map(_free, ports)):
-            return ports
-
-
 def _run(command: Sequence[str], limit_s: float) -> str:
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
@@ -276,7 +225,7 @@ def _run(command: Sequence[str], limit_s: float) -> str:
     return done.stdout
 
 
-def _free(port: int) -> bool:
+def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As a broker binds.
         try:

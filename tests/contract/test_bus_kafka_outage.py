@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -44,8 +43,13 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
 
 
 def pause(broker: KafkaBroker) -> None:
-    os.kill(broker.pid, signal.SIGSTOP)
+    send(broker, signal.SIGSTOP)
     time.sleep(0.5)
+
+
+def send(broker: KafkaBroker, number: signal.Signals) -> None:
+    assert broker.process is not None
+    broker.process.send_signal(number)
 
 
 def texts(*given: str) -> list[Append]:
@@ -75,7 +79,7 @@ def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
     with pytest.raises(OutcomeUnknown):
         exclusive.append(texts("not committed"))
     assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
-    os.kill(broker.pid, signal.SIGCONT)
+    send(broker, signal.SIGCONT)
     with pytest.raises(BusError):
         exclusive.append(texts("never"))
     plain.append(texts("again"))
@@ -128,7 +132,7 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
     assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + 2
     with pytest.raises(BusError):
         reader.poll(timeout_s=0.1)
-    os.kill(broker.pid, signal.SIGCONT)
+    send(broker, signal.SIGCONT)
     bus.writer().append(texts("back"))
     records: list[Record] = []
     deadline_s = time.monotonic() + 30

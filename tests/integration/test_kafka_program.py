@@ -15,7 +15,7 @@ import pytest
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.core.pure.records import Append, TopicPartition
-from infra.kafka.broker import NODES, PORT_STEP
+from infra.kafka.broker import NODES
 from tests.support.kafka_broker import ROOT, free_ports
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -79,7 +79,7 @@ def kill_at_end(program: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def test_three_brokers_end_with_their_terminal(tmp_path: Path) -> None:
-    port = _port_of_a_cluster()
+    port, _ = free_ports(2, NODES)
     words = ["--brokers", "3", "--port", str(port), "--folder", str(tmp_path / "data")]
     program = subprocess.Popen(
         [sys.executable, "-m", "infra.kafka", *words],
@@ -101,16 +101,3 @@ def test_three_brokers_end_with_their_terminal(tmp_path: Path) -> None:
         host, _, number = address.partition(":")
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((host, int(number)), timeout=1).close()
-
-
-def _port_of_a_cluster() -> int:
-    for first in range(10_000, 12_000, 7):
-        ports = [first + node * PORT_STEP + more for node in range(NODES) for more in (0, 1)]
-        try:
-            for port in ports:
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.kafka.broker import write_tools
 from tests.support import pages
-from tests.support.kafka_broker import KafkaBroker
+from tests.support.kafka_broker import KafkaBroker, write_tools
 from tests.support.user_run import call, furnish
 
 pytest.importorskip("torch")

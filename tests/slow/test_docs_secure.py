@@ -18,9 +18,8 @@ from kafka.admin import ACLResourcePatternType as Pattern
 
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from infra.kafka.broker import write_tools
 from tests.support import pages
-from tests.support.kafka_broker import KafkaBroker
+from tests.support.kafka_broker import KafkaBroker, write_tools
 from tests.support.kafka_secure import (
     Certificates,
     documented_rights,

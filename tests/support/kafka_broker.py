@@ -1,15 +1,17 @@
 """Kafka brokers of tests; see infra/kafka.
 
 The fixture `kafka_broker` shares one broker per session. Tests that kill brokers use `with
-KafkaBroker(tmp_path) as broker`, or `KafkaCluster`.
+KafkaBroker(tmp_path) as broker`, or `KafkaCluster`; both draw free ports.
 """
 
 import fcntl
 import gc
 import os
+import secrets
+import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -25,10 +27,11 @@ from infra.kafka.broker import (
     CACHE,
     NODES,
     POLL_S,
+    PORT_STEP,
     BrokerError,
-    KafkaBroker,
-    free_ports,
+    is_free,
     jars,
+    java,
     missing_tools,
     tool,
 )
@@ -46,10 +49,35 @@ __all__ = [
     "tidied_client",
     "tool",
     "values_of",
+    "write_tools",
 ]
 
 WAIT_S = 30.0
+PORTS = range(10_000, 32_000)
+"""Ports below those of outgoing connections, which could take one while a broker is down."""
+TOOLS: Mapping[str, str] = {
+    "kafka-acls.sh": "org.apache.kafka.tools.AclCommand",
+    "kafka-configs.sh": "kafka.admin.ConfigCommand",
+    "kafka-topics.sh": "org.apache.kafka.tools.TopicCommand",
+}
 Found = TypeVar("Found")
+
+
+def free_ports(count: int, brokers: int = 1) -> list[int]:
+    """Draw free TCP ports of the loopback in a row; those `PORT_STEP` above are free for others."""
+    while True:
+        first = secrets.choice(PORTS[: len(PORTS) - (brokers - 1) * PORT_STEP])
+        ports = [first + number for number in range(count)]
+        if all(is_free(port + PORT_STEP * node) for port in ports for node in range(brokers)):
+            return ports
+
+
+def write_tools(folder: Path) -> None:
+    """Write Kafka's own commands that the pages use as scripts for a PATH."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, started in TOOLS.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(java(started))} "$@"\n')
+        (folder / name).chmod(0o755)
 
 
 @cache
@@ -81,16 +109,39 @@ def tidied_client() -> Iterator[None]:
             gc.collect()
 
 
-def advertise(node: KafkaBroker, listener: str, address: str) -> None:
+def advertise(node: broker.KafkaBroker, listener: str, address: str) -> None:
     """Send clients of a listener to another address."""
     addresses = {name: node.address(name) for name in node.listeners} | {listener: address}
     words = [f"{name}://{shown}" for name, shown in addresses.items()]
     node.settings["advertised.listeners"] = ",".join(words)
 
 
+class KafkaBroker(broker.KafkaBroker):
+    def __init__(
+        self,
+        folder: Path,
+        listeners: Mapping[str, str] | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(folder, free_ports(2 + len(listeners or ()))[0])
+        self.listeners.update(listeners or {})
+        self.settings.update(settings or {})
+
+
 class KafkaCluster(broker.KafkaCluster):
-    def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
-        def look() -> KafkaBroker | None:
+    def __init__(
+        self,
+        folder: Path,
+        listeners: Mapping[str, str] | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(folder, free_ports(2 + len(listeners or ()), NODES)[0])
+        for node in self.nodes:
+            node.listeners.update(listeners or {})
+            node.settings.update(settings or {})
+
+    def leader(self, topic: str, partition: int = 0) -> broker.KafkaBroker:
+        def look() -> broker.KafkaBroker | None:
             number = self.partition(topic, partition)["leader_id"]
             return next((node for node in self.nodes if node.node == number and node.running), None)
 

@@ -96,7 +96,7 @@ def secure_broker(folder: Path, certificates: Certificates) -> KafkaBroker:
         for kind in ("SCRAM-SHA-256", "SCRAM-SHA-512")
         for word in ("--add-scram", f"{kind}=[name={user},password={password_of(user)}]")
     ]
-    return KafkaBroker(
+    broker = KafkaBroker(
         folder,
         listeners={
             "SECURE": "SASL_SSL",
@@ -106,8 +106,9 @@ def secure_broker(folder: Path, certificates: Certificates) -> KafkaBroker:
             "CLEAR": "SASL_PLAINTEXT",
         },
         settings=_settings(certificates),
-        format_with=scram,
     )
+    broker.format(*scram)
+    return broker
 
 
 def _settings(certificates: Certificates) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.kafka.broker import free_ports
+from tests.support.kafka_broker import free_ports
 from tests.support.tidy import ROOT
 from tests.support.user_run import furnish
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.kafka.broker import read_properties
 from tests.support.cli_words import parsed
 from tests.support.compose import Service, read
 from tests.support.tidy import ROOT
@@ -18,7 +17,8 @@ CLUSTER = [service for service in BROKERS.values() if service.profiles == ("clus
 
 
 def _jars(name: str) -> dict[str, str]:
-    return read_properties(ROOT / "infra/kafka" / name)
+    lines = (ROOT / "infra/kafka" / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 @pytest.mark.parametrize("name", sorted(BROKERS))

@@ -6,24 +6,21 @@ A broker dies with the thread that started it: the thread that made `Brokers` al
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import dora_pipe
+from kafka import KafkaAdminClient
+
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.core.pure.records import TopicPartition
-
-if TYPE_CHECKING:
-    from infra.kafka.broker import KafkaBroker
+from infra.kafka import broker
+from tests.support.kafka_broker import BrokerError, KafkaBroker, KafkaCluster, missing_tools
 
 CLUSTER: Final = 3
-
-CHECKOUT_HINT: Final = "run it from a checkout that is installed with `pip install -e .`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +33,6 @@ class Struck:
 
 class Brokers:
     def __init__(self, folder: Path, count: int) -> None:
-        _find_infra()
-        from tests.support.kafka_broker import KafkaBroker, KafkaCluster, missing_tools
-
         missing = missing_tools()
         if missing:
             raise ResourceError(
@@ -55,13 +49,11 @@ class Brokers:
         return f"kafka://{self._group.bootstrap}"
 
     @property
-    def nodes(self) -> Sequence[KafkaBroker]:
+    def nodes(self) -> Sequence[broker.KafkaBroker]:
         return self._group.nodes
 
     def start(self) -> None:
         """Start all brokers and wait until they answer. Raises ResourceError."""
-        from infra.kafka.broker import BrokerError
-
         try:
             self._group.start()
         except BrokerError as error:
@@ -73,9 +65,8 @@ class Brokers:
     def strike(self, target: TopicPartition, among: Sequence[str], *, down_s: float) -> Struck:
         """Kill -9 the leader of `target` for `down_s`; `among` are the topics whose leaders are
         recorded."""
-        from infra.kafka.broker import KafkaBroker
-
         led: tuple[TopicPartition, ...] = ()
+        victim: broker.KafkaBroker
         if isinstance(self._group, KafkaBroker):
             victim = self._group
         else:
@@ -89,8 +80,10 @@ class Brokers:
 
     def pid(self, node: int) -> int | None:
         with self._lock:
-            broker = next(broker for broker in self.nodes if broker.node == node)
-            return broker.pid if node not in self._down and broker.running else None
+            process = next(entry.process for entry in self.nodes if entry.node == node)
+            if process is None or process.poll() is not None or node in self._down:
+                return None
+            return process.pid
 
     def mend(self) -> None:
         """Restart brokers whose downtime is over, without waiting for answers."""
@@ -104,8 +97,6 @@ class Brokers:
 
     def heal(self) -> None:
         """Start stopped brokers and wait until all answer. Raises ResourceError."""
-        from infra.kafka.broker import BrokerError
-
         with self._lock:
             self._down.clear()
             for node in self.nodes:
@@ -119,24 +110,22 @@ class Brokers:
                 raise ResourceError(f"a broker is gone: {str(error).splitlines()[0]}") from error
 
     def forget(self, topics: Sequence[str]) -> None:
-        from kafka import KafkaAdminClient
-
         admin = KafkaAdminClient(bootstrap_servers=self._group.bootstrap.split(","))
         try:
             admin.delete_topics(list(topics))
         finally:
             admin.close()
 
-    def _kill(self, victim: KafkaBroker, led: tuple[TopicPartition, ...], down_s: float) -> Struck:
+    def _kill(
+        self, victim: broker.KafkaBroker, led: tuple[TopicPartition, ...], down_s: float
+    ) -> Struck:
         with self._lock:
-            pid = victim.pid
+            assert victim.process is not None, "the broker was never started"
             victim.kill()
             self._down[victim.node] = time.monotonic() + down_s
-        return Struck(node=victim.node, pid=pid, led=led)
+        return Struck(node=victim.node, pid=victim.process.pid, led=led)
 
     def _led_by(self, node: int, among: Sequence[str]) -> tuple[TopicPartition, ...]:
-        from kafka import KafkaAdminClient
-
         admin = KafkaAdminClient(bootstrap_servers=self._group.bootstrap.split(","))
         try:
             topics = admin.describe_topics(list(among))
@@ -148,14 +137,3 @@ class Brokers:
             for position in topic["partitions"]
             if position["leader_id"] == node
         )
-
-
-def _find_infra() -> None:
-    root = Path(dora_pipe.__file__).resolve().parent
-    if not (root / "infra" / "kafka" / "broker.py").is_file():
-        raise ResourceError(
-            "brokers are started from a checkout's infra/kafka, which is not here",
-            hint=CHECKOUT_HINT,
-        )
-    if str(root) not in sys.path:
-        sys.path.append(str(root))

@@ -38,8 +38,7 @@ def test_sound_text_has_no_hit(path: str, text: str) -> None:
 def test_subjects_are_an_area_and_an_imperative() -> None:
     bad = ["Runs that end", "bus: what a reader sees", "bus: " + "x" * 70]
     assert language.subject_hits([*bad, "bus: name the lost topic"]) == bad
-    long = "tests: run every code block of the pages, resolve the keys that texts name"
-    assert set(language.subject_hits(language.subjects())) <= {long}
+    assert not language.subject_hits(language.subjects())
 
 
 def test_the_baseline_is_exact_and_only_falls() -> None:

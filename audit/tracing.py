@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import closing
 
 from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, PlaceReader
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
-from dora_pipe.ledger.history import RecordLogged
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, contents_of, group_spans, step_spans
 from dora_pipe.observe.traces.tree import Row
-from dora_pipe.schemas.control import AnyControl, WorkerJoined
-from dora_pipe.schemas.identity import group_of
-from dora_pipe.schemas.rounds import Dispatch, Round
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
 
 
@@ -27,18 +23,12 @@ class History:
 
     def __init__(self, *, group: str = "", step: int = -1) -> None:
         self.account = RunAccount()
+        self.name = group
         self.group: GroupEnded | None = None
         """Ended, or a snapshot."""
-        self.group_round = -1
-        """Round that ended it or folded its commit."""
-        self.records: list[RecordLogged] = []
         self.step: StepEnded | None = None
         self.members: list[GroupEnded] = []
-        self.sampled: Counter[int] = Counter()
-        self.staleness: dict[int, Counter[int]] = {}
-        self.contributions: dict[int, str] = {}
-        self.engines: dict[int, str] = {}
-        self._wanted, self._step, self._now_ns = group, step, 0
+        self._step, self._now_ns = step, 0
         self._events: list[LedgerEvent] = []
 
     def read(self, bus: Bus, topics: Topics) -> None:
@@ -47,36 +37,23 @@ class History:
             while follower.advance():
                 pass
         if self.group is None:
-            self.group = self.account.now(self._wanted, self._now_ns)
+            self.group = self.account.now(self.name, self._now_ns)
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        if isinstance(fact, WorkerJoined):
-            self.engines[offset] = f"{fact.engine} {fact.engine_version}"
         self._events += self.account.fact(offset, fact)
 
     def round(self, round_: Round, offset: int) -> None:
         self._now_ns = round_.now_ns
-        for decision in round_.decisions:
-            if isinstance(decision, Dispatch):
-                self.sampled[decision.spec.version] += 1
         events, self._events = self._events + self.account.round(round_, offset), []
-        self._keep(events, round_.ordinal)
-
-    def _keep(self, events: Iterable[LedgerEvent], ordinal: int) -> None:
         for event in events:
             match event:
-                case RecordLogged(fact=fact) if group_of(fact.trajectory) == self._wanted:
-                    self.records.append(event)
                 case GroupEnded(group=group):
-                    if group.spec.group == self._wanted:
-                        self.group, self.group_round = event, ordinal
+                    if group.spec.group == self.name:
+                        self.group = event
                     if event.step == self._step and event.outcome == "trained":
                         self.members.append(event)
-                case StepEnded(fact=fact):
-                    self.staleness[fact.step] = Counter(event.staleness)
-                    self.contributions[fact.step] = fact.contributions.sha256
-                    if fact.step == self._step:
-                        self.step = event
+                case StepEnded(fact=fact) if fact.step == self._step:
+                    self.step = event
 
 
 class Traces:

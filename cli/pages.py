@@ -14,16 +14,15 @@ import typer
 from dora_pipe.cli.options import RUN_HELP, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.show import run_rows
-from dora_pipe.cli.texts import decoder_of
+from dora_pipe.cli.texts import source_of
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.observe.metrics.exporter import Exporter, metrics_server
-from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import page_server
-from dora_pipe.observe.web.view import Query
+from dora_pipe.observe.web.view import Query, RunSource
 
 UI_PORT: Final = 8765
 
@@ -104,11 +103,4 @@ class RunsPages(ExitStack):
 def open_source(name: str, root: Path, redact: bool) -> Iterator[RunSource]:
     """Open a run for its pages."""
     with opened(name, root) as run:
-        yield RunSource(
-            bus=run.bus,
-            topics=run.topics,
-            policies=run.policies,
-            decode=None if redact else decoder_of(run),
-            redact=redact,
-            catalogue=run.directory.catalogue,
-        )
+        yield source_of(run, redact=redact)

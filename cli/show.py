@@ -31,10 +31,11 @@ from dora_pipe.cli.output import (
     takes_unicode,
     terminal_columns,
 )
-from dora_pipe.cli.texts import decoder_in
+from dora_pipe.cli.texts import source_of
 from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
+from dora_pipe.ledger.account import mean
 from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.run_stats import RunStats, StepStats
@@ -42,6 +43,7 @@ from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.waits import RoleWaits, Summary, summarise
+from dora_pipe.observe.web.view import view_of
 from dora_pipe.schemas.control import by_fault
 
 CURVE_MAX: Final = 60
@@ -138,7 +140,9 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
 
 
 def _show_id(run: OpenRun, identifier: str, *, everything: bool, as_json: bool) -> None:
-    description = describe(run.bus, run.topics, run.policies, identifier, decoder=decoder_in)
+    with closing(run.tables()) as tables:
+        view = view_of(tables, run.topics.run)
+        description = describe(view, source_of(run), identifier)
     if as_json:
         emit_json(description)
     elif "metrics" in description and not everything:  # of a step
@@ -277,7 +281,7 @@ def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
     if all(row["outcome"] == "trained" for row in rows):
         return
 
-    def mean(row: Mapping[str, Any], name: str) -> str:
+    def mean_of(row: Mapping[str, Any], name: str) -> str:
         value, error = row[name], row[f"{name}_error"]
         return show(value) + ("" if error is None else f" ± {error:.2g}")
 
@@ -286,7 +290,7 @@ def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
         [
             (
                 *(row["outcome"], row["trajectories"]),
-                *(mean(row, name) for name in ("tokens", "reward", "seconds")),
+                *(mean_of(row, name) for name in ("tokens", "reward", "seconds")),
             )
             for row in rows
         ],
@@ -470,7 +474,7 @@ def print_step(description: Description, run: str) -> None:
     emit_flow(flow([f"{name} {show(metrics[name])}" for name in METRICS if name in metrics]))
     columns = ("sampled by version", "staleness", "groups", "mean reward", "tokens")
     emit_table(columns, _by_version(groups))
-    named = flow([f"{group['group']} {show(_mean(_rewards(group)))}" for group in groups])
+    named = flow([f"{group['group']} {show(mean(_rewards(group)))}" for group in groups])
     shown = sum(map(len, named[:GROUP_LINES]))
     which = "" if shown == len(groups) else f" ({shown} of {len(groups)}; all with --all)"
     emit_line(f"groups and their mean rewards{which}")
@@ -494,7 +498,7 @@ def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
             version,
             of[0]["staleness"],
             len(of),
-            _mean([reward for group in of for reward in _rewards(group)]),
+            mean([reward for group in of for reward in _rewards(group)]),
             sum(group["tokens"] for group in of),
         )
         for version, of in sorted(groups_by_version.items())
@@ -508,10 +512,6 @@ def _size(row: Mapping[str, Any]) -> float:
 
 def _rewards(group: Mapping[str, Any]) -> list[float]:
     return [float(word) for word in str(group.get("rewards", "")).split() if word != "-"]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 # The whole description.

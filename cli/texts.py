@@ -18,7 +18,7 @@ from dora_pipe.core.system.own_code import importable
 from dora_pipe.launch.model_checks import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import first_record
-from dora_pipe.observe.web.pages import Decode
+from dora_pipe.observe.web.view import Decode, RunSource
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.registry import open_task, rows_digest
@@ -38,10 +38,16 @@ def decoder_of(run: OpenRun) -> Decode | None:
     return None if tokenizer is None else tokenizer.full_text
 
 
-def decoder_in(assets: Path) -> Decode | None:
-    """Return a decoder from a model directory, or None."""
-    tokenizer = _tokenizer(lambda: assets, AS_IDS)
-    return None if tokenizer is None else tokenizer.full_text
+def source_of(run: OpenRun, *, redact: bool = False) -> RunSource:
+    """Return the access of descriptions and pages to a run's records."""
+    return RunSource(
+        bus=run.bus,
+        topics=run.topics,
+        policies=run.policies,
+        decode=None if redact else decoder_of(run),
+        redact=redact,
+        catalogue=run.directory.catalogue,
+    )
 
 
 def texts_of(run: OpenRun) -> TextColumns:

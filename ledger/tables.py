@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 13
+FORM: Final = 14
 """Bump to rebuild saved catalogues."""
 
 
@@ -213,6 +213,8 @@ class GroupRow(Row, frozen=True, kw_only=True, gc=False):
     deadline: Annotated[Small, "Last step that may train the group; -1 for evaluation."]
     row: Annotated[int, "Row of the data set."]
     data_epoch: Annotated[Small, "Pass over the data, from 0."]
+    dataset_digest: Annotated[str, "Digest of the data set's rows."]
+    seed: Annotated[int, "Seed of its sampling."]
     size: Annotated[Small, "Trajectories needed to complete the group."]
     redundancy: Annotated[Small, "Redundant trajectories: the first `size` valid ones count."]
     round: Annotated[int, "Round of the dispatch."]
@@ -271,6 +273,7 @@ class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
     attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt, from 1."]
     worker: Annotated[str, "Name of the worker."]
     incarnation: Annotated[int, "Incarnation of the worker."]
+    round: Annotated[int, "Round that scheduled it."]
     scheduled_ns: Annotated[int, "Time it was scheduled."]
     ended_ns: Annotated[int | None, "Time it ended; null while it runs."]
     outcome: Annotated[

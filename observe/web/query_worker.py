@@ -22,10 +22,9 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.web import pages, tables
 from dora_pipe.observe.web.health import health
 from dora_pipe.observe.web.overview import overview, run_of
-from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.samples import mismatch, texts
 from dora_pipe.observe.web.timeline import timeline
-from dora_pipe.observe.web.view import Query, RunView, view_of
+from dora_pipe.observe.web.view import Query, RunSource, RunView, view_of
 
 ANSWER_S: Final = 60.0
 

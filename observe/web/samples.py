@@ -11,8 +11,15 @@ from dora_pipe.consumers.contributions import by_staleness, distance, with_ratio
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.pages import Decode, RunSource
-from dora_pipe.observe.web.view import Query, RunView, quantile, short, spaced
+from dora_pipe.observe.web.view import (
+    Decode,
+    Query,
+    RunSource,
+    RunView,
+    quantile,
+    short,
+    spaced,
+)
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 

@@ -1,16 +1,22 @@
-"""Parsed queries, and the tables of a run at one moment."""
+"""Parsed queries, and the tables and records of a run at one moment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from dora_pipe.bus.bus import Bus
+from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import UsageError
 from dora_pipe.ledger.database import Catalogue
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
 
 T = TypeVar("T")
+Decode = Callable[[Sequence[int]], str]
 TEXT_MAX: Final = 200
 FIELDS_MAX: Final = 32
 HIDDEN: Final = "(hidden)"
@@ -98,6 +104,28 @@ class RunView:
         """Return committed steps in order, with the sha256 of their contributions."""
         rows = self.rows("select step, contributions from steps order by step")
         return [(int(step), str(digest)) for step, digest in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSource:
+    """Access to a run's records; used by one thread."""
+
+    bus: Bus
+    topics: Topics
+    policies: PolicyStore
+    decode: Decode | None
+    """None without a tokenizer."""
+    redact: bool = False
+    catalogue: Path | None = None
+    """Folder of a finished run's cached tables; None if read-only."""
+
+    def shown(self, text: str | None) -> str | None:
+        """Return a task's text unless it is hidden."""
+        return HIDDEN if text and self.redact else text
+
+    def contributions(self, sha256: str) -> list[dict[str, Any]]:
+        """Return the rows of a step; empty if unreadable."""
+        return stored_contributions(self.policies, sha256)
 
 
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:

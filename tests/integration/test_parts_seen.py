@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.audit.describe import TRACE, describe
+from dora_pipe.audit.describe import TRACE, Description, describe
 from dora_pipe.audit.export import export_parquet
 from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.learner import Settings, TrainBatch
@@ -20,10 +20,13 @@ from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.metrics.table import TRAINING
 from dora_pipe.observe.trackers.steps import track
 from dora_pipe.observe.waits import summarise, waits_of
+from dora_pipe.observe.web.view import RunSource
 from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.store.store import as_store
 from tests.support.cluster import Cluster, make_config
 from tests.support.stats_stage import stats_of
 from tests.support.trackers import Kept
+from tests.support.ui_stage import view_of_log
 
 PART_NS = 30_000_000
 """Computing a part of one group."""
@@ -53,6 +56,14 @@ def parted(cluster: Cluster) -> list[int]:
         rows = catalogue.query("select distinct step from parts order by 1")
     assert rows
     return [step for (step,) in rows]
+
+
+def described(cluster: Cluster, step: int) -> Description:
+    source = RunSource(
+        bus=cluster.bus, topics=cluster.topics, policies=as_store(cluster.store), decode=None
+    )
+    with view_of_log(source) as view:
+        return describe(view, source, str(step))
 
 
 def overlap_s(cluster: Cluster) -> float:
@@ -105,7 +116,7 @@ def test_trackers_are_told_what_was_computed_ahead(cluster: Cluster) -> None:
 
 def test_step_says_its_parts_and_its_groups_which_they_are_in(cluster: Cluster) -> None:
     step = parted(cluster)[0]
-    description = describe(cluster.bus, cluster.topics, cluster.store, str(step))
+    description = described(cluster, step)
     sizes = [int(word) for word in description["step"]["parts"].split()]
     assert len(sizes) > 1
     counted = [row["part"] for row in description["groups"]]
@@ -133,6 +144,6 @@ def test_export_has_the_part_of_a_trajectory_beside_its_step(
 def test_a_step_without_parts_says_nothing_of_them(cluster: Cluster) -> None:
     full = set(range(4)) - set(parted(cluster))
     for step in full:
-        description = describe(cluster.bus, cluster.topics, cluster.store, str(step))
+        description = described(cluster, step)
         assert not {"parts", "early s"} & description["step"].keys()
         assert all("part" not in entry for entry in description["groups"])

@@ -15,7 +15,6 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.ledger.reading import FILE
 from dora_pipe.observe.web.overview import overview
 from dora_pipe.observe.web.pages import (
-    RunSource,
     group_page,
     step_page,
     token_texts,
@@ -24,7 +23,7 @@ from dora_pipe.observe.web.pages import (
 )
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.samples import mismatch, texts
-from dora_pipe.observe.web.view import HIDDEN, RunView, parse_query
+from dora_pipe.observe.web.view import HIDDEN, RunSource, RunView, parse_query
 from tests.support.cluster import Cluster, make_config
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -81,7 +80,7 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
     page = trajectory_page(view, source, parse_query(f"/trajectory/{sample}"))
     assert page["lineage"]["step"] == 5
     step = step_page(view, source, parse_query("/step/5"))
-    assert name in [row[0] for row in step["groups"]["rows"]]
+    assert name in [row["group"] for row in step["sections"]["groups"]]
     version = version_page(view, source, parse_query(f"/version/{page['lineage']['version']}"))
     assert 5 in dict(version["steps"])
     group = group_page(view, source, parse_query(f"/group/{name}"))
@@ -125,13 +124,14 @@ def test_redaction_hides_ids_texts_and_what_tasks_said(
     shown = trajectory_page(view, source, asked)
     with source_of(recorded, redact=True, decode=lambda ids: "secret") as hiding:
         hidden = trajectory_page(view, hiding, asked)
-    assert shown["record"]["reward_error"] not in (None, HIDDEN)
-    assert hidden["record"]["reward_error"] == HIDDEN
+    error = shown["sections"]["result"]["reward error"]
+    assert error not in (None, HIDDEN)
+    assert hidden["sections"]["result"]["reward error"] == HIDDEN
     assert hidden["record"]["tokens"]["ids"] is None
     assert hidden["record"]["tokens"]["text"] is None
     assert hidden["record"]["tokens"]["logprob"] == shown["record"]["tokens"]["logprob"]
     assert "secret" not in json.dumps(hidden)
-    assert shown["record"]["reward_error"] not in json.dumps(hidden)
+    assert error not in json.dumps(hidden)
 
 
 @pytest.mark.parametrize(

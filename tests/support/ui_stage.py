@@ -7,9 +7,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.observe.web.pages import Decode, RunSource
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.view import RunView, parse_query, view_of
+from dora_pipe.observe.web.view import Decode, RunSource, RunView, parse_query, view_of
 from dora_pipe.store.store import PolicyStore
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import CatalogueStage

@@ -1,7 +1,7 @@
 // Context tree of a trajectory and the calls of its agent over time.
 
 import { COLOURS, figure, scale, ticks } from "./charts.js";
-import { h, s, show, table } from "./dom.js";
+import { h, rowsTable, s, show } from "./dom.js";
 
 const NAMES = 92, EDGE = 14, CALLS_HIGH = 26, AXIS_HIGH = 36;
 const DRAWN_MAX = 100;
@@ -24,7 +24,7 @@ export function inOrder(contexts) {
 }
 
 function callersIn(rows) {
-  return [...new Set(rows.map((row) => row[2]))];
+  return [...new Set(rows.map((row) => row.caller))];
 }
 
 function callerName(caller) {
@@ -32,13 +32,11 @@ function callerName(caller) {
 }
 
 // A row per context, a bar per call.
-export function callsOf(tree) {
-  const { columns, rows } = tree.calls;
-  if (!rows.length) return null;
+export function callsOf(tree, rows) {
   const who = callersIn(rows), all = inOrder(tree.contexts).map(([number]) => number);
   const order = all.slice(0, DRAWN_MAX);
-  const end = Math.max(...rows.map((row) => row[4] + row[5]));
-  const idle = rows.reduce((sum, row) => sum + row[6], 0);
+  const end = Math.max(...rows.map((row) => row["asked ms"] + row["took ms"]));
+  const idle = rows.reduce((sum, row) => sum + row["idle before ms"], 0);
   const note = `${show(rows.length)} calls in ${show(tree.contexts.length)} contexts. For ` +
     `${show(Number((idle / 1000).toPrecision(3)))} s before them the agent had no open call.${all.length > DRAWN_MAX ?
       ` The first ${DRAWN_MAX} contexts are drawn.` : ""}`;
@@ -46,7 +44,7 @@ export function callsOf(tree) {
     const height = order.length * CALLS_HIGH + AXIS_HIGH;
     const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `Calls over time. ${who.map((one) => `${callerName(one)}: ${
-        rows.filter((row) => row[2] === one).length}`).join(", ")}` });
+        rows.filter((row) => row.caller === one).length}`).join(", ")}` });
     const x = scale(0, end / 1000, NAMES, width - EDGE);
     order.forEach((number, place) => svg.append(
       s("line", { x1: NAMES, x2: width - EDGE, y1: (place + 1) * CALLS_HIGH, y2: (place + 1) * CALLS_HIGH,
@@ -59,14 +57,14 @@ export function callsOf(tree) {
     }
     svg.append(s("text", { x: (NAMES + width - EDGE) / 2, y: height - 4, "text-anchor": "middle",
       class: "label" }, "seconds after the scheduling decision"));
-    for (const row of rows.filter((one) => order.includes(one[1]))) svg.append(...callBar(row, order, who, x));
+    for (const row of rows.filter((one) => order.includes(one.context))) svg.append(...callBar(row, order, who, x));
     return svg;
   };
   const keys = h("ul", { class: "keys" }, who.map((one, at) => h("li", null,
     s("svg", { width: 18, height: 12, "aria-hidden": "true" }, callBox(0, 1, 18, 10, at)), " ",
     callerName(one))));
   return h("div", null, figure("Calls over time", note, draw, null, { under: keys }),
-    table({ columns, rows }, { caption: "Calls" }));
+    rowsTable(rows, "Calls"));
 }
 
 function callBox(x, y, width, height, at) {
@@ -75,7 +73,7 @@ function callBox(x, y, width, height, at) {
 }
 
 function callBar(row, order, who, x) {
-  const [number, context, caller, , asked, took] = row;
+  const { call: number, context, caller, "asked ms": asked, "took ms": took } = row;
   const from = x(asked / 1000), wide = Math.max(2, x((asked + took) / 1000) - from);
   const y = order.indexOf(context) * CALLS_HIGH + 4;
   const words = [`${number}`, `${number}: ${callerName(caller)}`].filter((one) => one.length * 7 < wide);
@@ -84,8 +82,7 @@ function callBar(row, order, who, x) {
 }
 
 // The tree: each context with its own turns; the shared prefix is folded.
-export function branches(tree, segments, tokens, spans, textOf) {
-  const { rows } = tree.calls;
+export function branches(tree, rows, segments, tokens, spans, textOf) {
   const calls = new Map(tree.starts.map((start, at) => [start, rows[at]]));
   const drawn = new Map();
   const whole = h("ul", { class: "contexts" });
@@ -124,7 +121,7 @@ function sharedPart(tree, number, tokens, textOf) {
 function turnOf([kind, number, from, to, , , ms], call, tokens, spans) {
   if (from === to) return null;
   const words = [kind, kind === "prompt" ? null : `turn ${number}`,
-    kind === "model" && call ? `call ${call[0]} by ${callerName(call[2])}` : null,
+    kind === "model" && call ? `call ${call.call} by ${callerName(call.caller)}` : null,
     kind === "model" && ms ? `${show(ms)} ms` : null].filter(Boolean);
   const own = spans.slice(Math.max(0, from - tokens.from), Math.max(0, to - tokens.from));
   const rest = to - from - own.length;

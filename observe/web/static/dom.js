@@ -70,8 +70,8 @@ export const LINKED = {
 
 // A value as text; of a digest the first characters.
 function brief(value) {
-  if (!/^[0-9a-f]{64}$/.test(value)) return show(value);
-  return h("code", { title: value }, `${value.slice(0, 12)}…`);
+  const digest = /[0-9a-f]{52}(?![0-9a-f])/;
+  return digest.test(value) ? h("code", { title: value }, value.replace(digest, "…")) : show(value);
 }
 
 function cell(column, value) {
@@ -152,4 +152,19 @@ export function tiles(items) {
 
 export function fold(key, summary, ...children) {
   return h("details", { "data-key": key }, h("summary", null, summary), ...children);
+}
+
+// Rows of a description, as a table.
+export function rowsTable(rows, caption) {
+  const columns = [...new Set(rows.flatMap(Object.keys))];
+  return table({ columns, rows: rows.map((row) => columns.map((name) => row[name] ?? null)) }, { caption });
+}
+
+// The named sections of a description: pairs, or rows.
+export function folds(sections, names) {
+  return names.filter((name) => name in sections).map((name) => {
+    const own = sections[name], head = name[0].toUpperCase() + name.slice(1);
+    return Array.isArray(own) ? fold(name, `${head} (${own.length})`, rowsTable(own, head)) :
+      fold(name, head, facts(own, true));
+  });
 }

@@ -1,7 +1,7 @@
 // Pages of one step, group, version and trajectory, with their lineage.
 
 import { get } from "./data.js";
-import { facts, fold, h, show, table, tiles } from "./dom.js";
+import { fold, folds, h, show, table, tiles } from "./dom.js";
 import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
 import { browser, heading } from "./lists.js";
@@ -32,7 +32,7 @@ async function readable(fields) {
 }
 
 export async function stepPage(id) {
-  const answer = await get(`step/${id}`), own = answer.step, number = own.step;
+  const answer = await get(`step/${id}`), own = answer.row, number = own.step;
   return {
     title: `Step ${number}`,
     body: [
@@ -53,13 +53,7 @@ export async function stepPage(id) {
         ["used for", listLink("groups", { version: number + 1 }, `${show(answer.sampled_from)} groups`)],
       ]),
       h("h2", null, "Trajectories"), await readable({ step: number, outcome: "trained" }),
-      ...(answer.parts ? [h("h2", null, "Parts of the batch"),
-        table(answer.parts, { caption: `Parts of step ${number}` })] : []),
-      fold("groups", `Groups (${answer.groups.rows.length})`,
-        table(answer.groups, { caption: `Groups of step ${number}` })),
-      fold("metrics", "Metrics", facts(answer.metrics)),
-      fold("commit", "Commit", facts(answer.facts, true)),
-      fold("settings", "Settings in force", facts(answer.settings)),
+      folds(answer.sections, ["parts", "groups", "metrics", "step", "weights", "settings"]),
     ],
   };
 }
@@ -69,23 +63,23 @@ function lineage(items) {
     h("li", null, h("span", { class: "what" }, name), h("span", null, what))));
 }
 
-function madeBy(step) {
-  return step === null ? "the initial model" : link("step", step, `step ${step}`);
+function madeBy(version) {
+  return version ? link("step", version - 1, `step ${version - 1}`) : "the initial model";
 }
 
 function cameFrom(own, here) {
-  const items = [["produced by", madeBy(own.made_by)],
+  const items = [["produced by", madeBy(own.version)],
     ["version", link("version", own.version, `version ${own.version}`)], ["sampled", here]];
   if (own.step !== null) {
     items.push(["trained in", link("step", own.step, `step ${own.step}`)],
-      ["produced", link("version", own.makes, `version ${own.makes}`)],
-      ["used for", listLink("groups", { version: own.makes }, `${show(own.sampled_from_it)} groups`)]);
+      ["produced", link("version", own.step + 1, `version ${own.step + 1}`)],
+      ["used for", listLink("groups", { version: own.step + 1 }, `${show(own.sampled_from)} groups`)]);
   }
   return lineage(items);
 }
 
 export async function groupPage(id) {
-  const answer = await get(`group/${id}`), own = answer.group;
+  const answer = await get(`group/${id}`), own = answer.row;
   return {
     title: `Group ${own.group}`,
     body: [
@@ -95,7 +89,7 @@ export async function groupPage(id) {
         ["staleness", show(own.staleness), `deadline step ${show(own.deadline)}`]]),
       cameFrom(answer.lineage, `group ${own.group}`),
       h("h2", null, "Trajectories"), await readable({ q: own.group }),
-      fold("facts", "Dispatch", facts(answer.facts, true)),
+      folds(answer.sections, ["group", "samples", "outcome"]),
     ],
   };
 }
@@ -110,7 +104,7 @@ export async function versionPage(id) {
       title(`Version ${number}`),
       tiles(answer.evaluations.rows.map(([name, reward, valid, count]) => [
         name === "default" ? "evaluation" : `evaluation ${name}`, show(reward), `${valid} of ${count} valid`])),
-      lineage([["produced by", madeBy(answer.made_by)], ["version", String(number)],
+      lineage([["produced by", madeBy(number)], ["version", String(number)],
         ["trained in", steps.length ? steps : "no step yet"]]),
       h("h2", null, "Groups"),
       table(answer.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
@@ -125,7 +119,7 @@ export async function versionPage(id) {
 export async function trajectoryPage(id, fields) {
   const from = new URLSearchParams(fields).get("from") || "0";
   const answer = await get(`trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
-  const { row, record } = answer;
+  const { row, record, sections } = answer;
   return {
     title: `Trajectory ${row.trajectory}`,
     body: [
@@ -134,47 +128,27 @@ export async function trajectoryPage(id, fields) {
         ["tokens", show(row.tokens), row.finish && `finish ${row.finish}`],
         ["staleness", show(row.staleness)], ["worker", show(row.worker),
           row.attempts > 1 ? `${row.attempts} attempts` : null]]),
-      cameFrom(answer.lineage, [link("group", answer.group, `group ${answer.group}`)]),
+      cameFrom(answer.lineage, [link("group", sections.group.group, `group ${sections.group.group}`)]),
       h("h2", { class: "unseen" }, "Text"),
       record.missing ? h("p", { class: "note" }, record.missing) : conversation(answer),
-      answer.errors.length ? [h("h2", null, "Errors"),
-        h("ul", { class: "warnings" }, answer.errors.map((text) => h("li", { class: "bad" }, text)))] : null,
-      record.tree ? [h("h2", null, "Calls"), callsOf(record.tree)] : null,
-      record.missing ? null : h("div", { class: "charts" }, course(record)),
-      fold("contribution", "Contribution to the step", contribution(answer.contribution)),
-      fold("attempts", `Attempts (${answer.attempts.rows.length})`,
-        table(answer.attempts, { caption: "Attempts" })),
-      record.missing ? null : fold("record", "Record", facts(recordFacts(record)),
-        table(record.segments, { caption: "Segments" })),
-      fold("facts", "Group", facts(answer.facts, true)),
+      sections.errors ? [h("h2", null, "Errors"), h("ul", { class: "warnings" },
+        sections.errors.map(({ what }) => h("li", { class: "bad" }, what)))] : null,
+      sections.calls ? [h("h2", null, "Calls"), callsOf(record.tree, sections.calls)] : null,
+      record.missing ? null : h("div", { class: "charts" }, course(sections.times)),
+      folds(sections, ["contribution", "attempts", "records", "result", "scored together", "group", "outcome"]),
+      record.missing ? null : fold("segments", "Segments", table(record.segments, { caption: "Segments" })),
     ],
   };
 }
 
-function recordFacts(record) {
-  const { position, bytes, reward_raw, reward_error, error, migrations, prompt_tokens, prefills } = record;
-  const parts = Object.entries(record.reward_parts).map(([name, value]) => `${name} ${show(value)}`);
-  return { position, bytes, "raw reward": reward_raw, "reward components": parts.join(", "),
-    answer: record.reward_answer, "reward error": reward_error, error, migrations,
-    "prompt tokens": prompt_tokens, "prefilled at token": prefills.join(", ") };
-}
+const STAGES = { "waiting for a slot": "started", "first token": "first token", generation: "finished",
+  reward: "rewarded" };
 
-function course(record) {
-  const names = { started: "waiting for a slot", first_token: "first token",
-    finished: "generation", rewarded: "reward" };
-  let before = 0;
-  const parts = record.times.map(([name, at]) => {
-    const own = Math.max(0, at - before);
-    before = at;
-    return [names[name] || name, own / 1000];
-  });
+function course(times) {
+  const stages = Object.entries(STAGES).map(([name, end]) => [name, times[`${end} after ms`]])
+    .filter(([, at]) => at !== null);
+  const seconds = stages.map(([, at], index) => Math.max(0, at - (index ? stages[index - 1][1] : 0)) / 1000);
   return bars({ title: "Time on the worker", note: "Measured from the last scheduling decision.", unit: "seconds",
-    rows: parts.length ? [{ name: "seconds", values: parts.map(([, value]) => value) }] : [],
-    parts: parts.map(([name]) => name), without: "The record has no times." });
-}
-
-function contribution(row) {
-  if (!row) return h("p", { class: "note" }, "Not trained, or the store has no contributions of the step.");
-  const { trajectory, group, ...rest } = row;
-  return facts(rest);
+    rows: stages.length ? [{ name: "seconds", values: seconds }] : [],
+    parts: stages.map(([name]) => name), without: "The record has no times." });
 }

@@ -27,8 +27,7 @@ const MODES = {
   advantage: {
     name: "advantage", note: "Of the whole trajectory, on the tokens it trains. Darker: larger; " +
       "underlined: negative.",
-    value: (tokens, at, row) => (row && row.advantage !== null && tokens.mask[at] ?
-      row.advantage : null),
+    value: (tokens, at, row) => (tokens.mask[at] ? row.advantage : null),
     shade: (value) => level(Math.abs(value), [0.05, 0.25, 0.75, 1.5, 2.5]),
     below: (value) => value < 0,
   },
@@ -48,7 +47,7 @@ function spansOf(answer, mode) {
   const { value, shade, below } = MODES[mode];
   const tokens = answer.record.tokens;
   return tokens.mask.map((_, at) => {
-    const own = value(tokens, at, answer.contribution);
+    const own = value(tokens, at, answer.sections.contribution);
     const none = own === null || own === undefined;
     const classes = ["t", none ? "" : `s${shade(own)}`, !none && below && below(own) ? "u" : ""];
     return h("span", { class: classes.filter(Boolean).join(" "), "data-at": at },
@@ -108,7 +107,7 @@ function bubbles(record, spans) {
 // A conversation with its choice of color; `small` is one of two side by side.
 export function conversation(answer, small = false) {
   const { record } = answer, { tokens, tree, segments } = record;
-  const own = record.position.replaceAll(":", "-");
+  const own = answer.row.trajectory;
   const place = region(`text of ${answer.row.trajectory}`, { class: "tokens" });
   const note = h("p", { class: "note shading" });
   const chosen = h("p", { role: "status", class: "chosen" });
@@ -118,12 +117,12 @@ export function conversation(answer, small = false) {
     const spans = spansOf(answer, mode);
     note.textContent = MODES[mode].note;
     shades.hidden = mode === "none";
-    place.replaceChildren(...(tree ? [branches(tree, segments, tokens, spans, textOf)] :
+    place.replaceChildren(...(tree ? [branches(tree, answer.sections.calls || [], segments, tokens, spans, textOf)] :
       bubbles(record, spans)));
   };
   const tell = (event) => {
     const at = event.target.dataset.at;
-    if (at !== undefined) chosen.textContent = metricsOf(tokens, Number(at), answer.contribution);
+    if (at !== undefined) chosen.textContent = metricsOf(tokens, Number(at), answer.sections.contribution);
   };
   place.addEventListener("click", tell);
   place.addEventListener("mouseover", tell);
@@ -131,13 +130,13 @@ export function conversation(answer, small = false) {
   draw("none");
   const choice = h("select", { id: `color-${own}`, class: "shade",
     onchange: (event) => draw(event.target.value) },
-  Object.entries(MODES).filter(([mode]) => mode !== "advantage" || answer.contribution)
+  Object.entries(MODES).filter(([mode]) => mode !== "advantage" || "advantage" in answer.sections.contribution)
     .map(([mode, { name }]) => h("option", { value: mode }, name)));
   return h("div", null, h("p", { class: "inline" },
     h("label", { for: `color-${own}` }, "Color tokens by "), choice, shades),
   answer.redacted ? h("p", { class: "note" }, "Texts are hidden (--redact).") : null,
   place, chosen, note, small ? null : parts(answer.row.trajectory, tokens),
-  small ? null : listed(tokens, answer.contribution));
+  small ? null : listed(tokens, answer.sections.contribution));
 }
 
 function metricsOf(tokens, at, row) {
@@ -164,7 +163,7 @@ function walk(event, place, tokens, chosen, answer) {
   if (last) last.classList.remove("on");
   next.classList.add("on");
   next.scrollIntoView({ block: "nearest" });
-  chosen.textContent = metricsOf(tokens, at, answer.contribution);
+  chosen.textContent = metricsOf(tokens, at, answer.sections.contribution);
 }
 
 function parts(trajectory, tokens) {

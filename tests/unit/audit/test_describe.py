@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from dora_pipe.audit.describe import Decode, Description, describe
+from dora_pipe.audit.describe import Description, describe
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.web.view import Decode
 from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun
+from tests.support.ui_stage import source_of, view_of_log
 
 
-def _tell(run: RecordedRun, expected: str, *, words: bool = False) -> Description:
-    bus = run.open()
-    try:
-        if words:
-            return describe(
-                bus, run.topics, run.store, expected, decoder=lambda assets: _letters(assets)
-            )
-        return describe(bus, run.topics, run.store, expected)
-    finally:
-        bus.close()
-
-
-def _letters(assets: Path) -> Decode:
-    assert (assets / "config.json").is_file()
-    return lambda ids: "".join(chr(65 + token_id % 26) for token_id in ids)
+def _tell(run: RecordedRun, expected: str, decode: Decode | None = None) -> Description:
+    with source_of(run, decode=decode) as source, view_of_log(source) as view:
+        return describe(view, source, expected)
 
 
 def _ledger(run: RecordedRun) -> Ledger:
@@ -45,7 +33,7 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
     assert description["outcome"] == {
         "outcome": "trained",
         "reason": f"batch of step {group.step}, attempt 1",
-        "round": description["outcome"]["round"],
+        "ended at s": description["outcome"]["ended at s"],
         "step": group.step,
         "staleness": group.step - group.spec.version if group.step is not None else None,
     }
@@ -119,7 +107,9 @@ def test_step_lists_its_batch_and_settings(recorded: RecordedRun, name: str) -> 
 
 def test_texts_are_decoded_where_there_is_a_tokenizer(recorded: RecordedRun) -> None:
     plain = _tell(recorded, "g0000000010-001")["segments"][0]["text"]
-    words = _tell(recorded, "g0000000010-001", words=True)["segments"][0]["text"]
+    words = _tell(
+        recorded, "g0000000010-001", lambda ids: "".join(chr(65 + token_id) for token_id in ids)
+    )["segments"][0]["text"]
     assert plain == "5 6 7"
     assert words == "FGH"
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from dora_pipe.observe.web.overview import overview
-from dora_pipe.observe.web.pages import RunSource, step_page
+from dora_pipe.observe.web.pages import step_page
 from dora_pipe.observe.web.timeline import timeline
-from dora_pipe.observe.web.view import Query
+from dora_pipe.observe.web.view import Query, RunSource
 from tests.support.catalogue_stage import CatalogueStage
 from tests.support.ui_stage import view_of_stage
 
@@ -42,7 +42,9 @@ def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
 
 
 def page(stage: CatalogueStage, step: int) -> dict[str, Any]:
-    return step_page(view_of_stage(stage), NO_SOURCE, Query(path=("step", str(step)), fields={}))
+    asked = Query(path=("step", str(step)), fields={})
+    sections: dict[str, Any] = step_page(view_of_stage(stage), NO_SOURCE, asked)["sections"]
+    return sections
 
 
 def test_trainer_s_line_has_a_stripe_for_each_part_ahead_and_one_for_the_rest(
@@ -61,13 +63,12 @@ def test_trainer_s_line_has_a_stripe_for_each_part_ahead_and_one_for_the_rest(
 def test_step_s_page_lists_its_parts_and_which_its_groups_are_in(stage: CatalogueStage) -> None:
     names = two_steps(stage, parts=True)
     actual_page = page(stage, 0)
-    assert actual_page["parts"]["rows"] == [
+    assert [list(row.values()) for row in actual_page["parts"]] == [
         [0, 4.0, 4.0, 4.0, 1.5, 1, 40, f"{names[0]}-001", "some finished"],
         [1, 6.0, 6.0, 0.5, None, 1, 40, f"{names[1]}-001", "some finished"],
         [2, 8.0, 8.0, 2.0, None, 1, 40, f"{names[2]}-001", "all finished"],
     ]
-    assert actual_page["groups"]["columns"][-1] == "part"
-    assert [(row[0], row[-1]) for row in actual_page["groups"]["rows"]] == [
+    assert [(row["group"], row["part"]) for row in actual_page["groups"]] == [
         (name, part) for part, name in enumerate(names[:3])
     ]
     assert "parts" not in page(stage, 1)
@@ -80,4 +81,4 @@ def test_pages_of_a_run_without_parts_say_nothing_of_them(stage: CatalogueStage)
     assert not any(actual_overview["points"]["ahead"])
     plain = page(stage, 0)
     assert "parts" not in plain
-    assert "part" not in plain["groups"]["columns"]
+    assert not any("part" in row for row in plain["groups"])

@@ -15,8 +15,6 @@ import msgspec
 
 from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import decode_any_progress
 
 RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
@@ -82,8 +80,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
     or `weights` for the policy file."""
     nth: int
     """Number (from 1) among the incarnation's appends with such a record."""
-    tokens: int = 0
-    """Minimum sampled tokens of counted progress records."""
     delay_s: float = 0.0
     """Delay after the start of a `commit`."""
 
@@ -92,7 +88,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
         return f"{_WORDS[self.moment].format(self.what)}, no. {self.nth}"
 
     def matches(self, record: Append, topics: Topics) -> bool:
-        return record_is(record, self.what, topics) and reached(record, self.tokens)
+        return record_is(record, self.what, topics)
 
 
 class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
@@ -196,14 +192,6 @@ def record_is(record: Append, what: str, topics: Topics) -> bool:
     if what in _DECISIONS:
         return record.topic == topics.decisions and _DECISIONS[what] in record.value
     return record.topic == topics.control and f'"kind":"{what}"'.encode() in record.value
-
-
-def reached(record: Append, tokens: int) -> bool:
-    if tokens == 0:
-        return True
-    progress = decode_any_progress(record.value)
-    assert isinstance(progress, Progress)
-    return progress.start + len(progress.token_ids) >= tokens
 
 
 def order_of(

@@ -1,4 +1,4 @@
-"""Recorded run on a SQLite log with many faults, once per session.
+"""Recorded run on a SQLite log with many faults, once per session of all xdist workers.
 
 It contains a worker killed during requests, a fenced worker that kept writing, a duplicate
 trajectory, restarts of trainer and orchestrator, a `set` command, evaluations and invalid
@@ -7,6 +7,8 @@ rewards. The audit passes.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from contextlib import closing
 from dataclasses import dataclass
@@ -125,7 +127,16 @@ def _settle(log: Path) -> None:
 
 @cache
 def recorded_in(directory: Path) -> RecordedRun:
-    return record(directory / "recorded")
+    """Return this worker's copy, in its base directory, of the run that its session recorded."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return record(directory / "recorded")
+    folder = directory.parent / "recorded"
+    with (directory.parent / "recorded.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            record(directory / "recording")
+            (directory / "recording").rename(folder)
+    return RecordedRun(directory=folder, run="recorded").copy(directory / "recorded")
 
 
 def audited(run: RecordedRun) -> AuditReport:

@@ -21,6 +21,7 @@ from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_further, make_llama_gqa, make_qwen2, make_qwen3_moe
+from tests.support.tiers import more
 
 
 @dataclass
@@ -115,8 +116,13 @@ BFLOAT16 = {
 }
 
 
+FAST = ("qwen2", "qwen3-moe", "llama-gqa-published-in-bfloat16", "llama-gqa-lora", "simulated")
+SLOW = ("llama-gqa", "glm4-moe", "qwen3-moe-published-in-bfloat16")
+
+
 @pytest.fixture(
-    scope="module", params=[*TORCH, *BFLOAT16, "llama-gqa-lora", "simulated", *DEEPSPEED]
+    scope="module",
+    params=[*FAST, "llama-gqa-lora-published-in-bfloat16", *more(SLOW), *DEEPSPEED],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root = tmp_path_factory.mktemp(str(request.param))

@@ -207,7 +207,8 @@ def test_turns_of_an_episode_may_be_of_several_versions(tmp_path: Path) -> None:
 
 def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Path) -> None:
     parts = TorchParts(make_qwen2(tmp_path / "model", scale=20.0))
-    config = make_config(run__steps=4, **(CHANGES | {"sampling__max_tokens": 64}))
+    changes = CHANGES | {"sampling__max_tokens": 64, "rollout__prompts_per_step": 2}
+    config = make_config(run__steps=4, **changes)
     with Cluster(
         tmp_path / "run", config, parts=parts, workers=("w0", "w1"), train_ticks=3
     ) as cluster:

@@ -23,7 +23,7 @@ from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.ledgers import build_ledger
 from tests.support.models import make_qwen2
 
-STEPS = 6
+STEPS = 5
 WIDE_LOGITS = 20.0
 
 
@@ -34,7 +34,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = make_config(
         run__steps=STEPS,
         run__name="lora",
-        sampling__max_tokens=48,
+        sampling__max_tokens=24,
+        rollout__prompts_per_step=2,
         lora__rank=4,
         lora__alpha=8.0,
         trainer__learning_rate=1e-2,

@@ -27,7 +27,7 @@ from tests.support.worker import HEARTBEAT_NS, TICK_NS, VirtualClock, Worker, Wo
 
 KILLED_AT = 200
 CHECKPOINT_TOKENS = 32
-LONG = 500
+LONG = 300
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,10 @@ def _start(world: World, worker: str, **changes: Any) -> Worker:
     return world.start(worker=worker, params=params, context_tokens=640, **changes)
 
 
-def _alone(world: World) -> Trajectory:
+@pytest.fixture(scope="module")
+def alone(model: tuple[PolicyStore, str, Path]) -> Trajectory:
+    """Request that nothing interrupted."""
+    world = _world(model)
     calm = _start(world, "calm")
     world.decide(world.place(calm, 0, purpose="eval"))
     world.until_idle(calm)
@@ -82,10 +85,9 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
 
 
 def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
-    model: tuple[PolicyStore, str, Path],
+    model: tuple[PolicyStore, str, Path], alone: Trajectory
 ) -> None:
     world = _world(model)
-    alone = _alone(world)
     victim = _start(world, "victim", checkpoint_tokens=CHECKPOINT_TOKENS)
     world.decide(world.place(victim, 0, purpose="eval"))
     world.until(victim, lambda: victim.engine.kv_used_tokens >= KILLED_AT + 3)
@@ -105,11 +107,10 @@ def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with its cache", "prefilled"])
 def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed(
-    model: tuple[PolicyStore, str, Path], kept: bool, tmp_path: Path
+    model: tuple[PolicyStore, str, Path], alone: Trajectory, kept: bool, tmp_path: Path
 ) -> None:
     handover = KvHandover(MappedFiles(tmp_path, clock=VirtualClock())) if kept else NoHandover()
     world = _world(model, handover=handover)
-    alone = _alone(world)
     source, target = _start(world, "source"), _start(world, "target", slots=16, prefetch=4)
     request = world.place(source, 0, purpose="eval")
     crowd = [world.place(target, number, purpose="eval") for number in range(1, 9)]
@@ -124,7 +125,7 @@ def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed
     world.decide(msgspec.structs.replace(again, kv=released.kv))
     world.until_idle(target)
     name = alone.trajectory
-    (logged,) = [fact for fact in world.facts(TrajectoryLogged)[1:] if fact.trajectory == name]
+    (logged,) = [fact for fact in world.facts(TrajectoryLogged) if fact.trajectory == name]
     trajectory = world.trajectory(logged)
     assert trajectory.token_ids == alone.token_ids
     assert trajectory.logprobs == alone.logprobs

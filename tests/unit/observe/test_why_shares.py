@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.observe.waits import FAILED, role_waits
@@ -63,6 +63,7 @@ def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
     assert sum(seconds for _, seconds, *_ in rows) == pytest.approx(whole_s)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(("step", "stop", "stop in training")), max_size=8))
 def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> None:
     stage = CatalogueStage()

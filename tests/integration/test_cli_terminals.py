@@ -62,7 +62,7 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
     )
     assert all(line.isprintable() for line in done.stdout.splitlines())
     read = json.loads(done.stdout) if as_json else tomllib.loads(done.stdout)
-    assert read["task"]["options"] == {"mu": 1.5, HOSTILE: HOSTILE}
+    assert read["task"]["options"] == {HOSTILE: HOSTILE}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dora_pipe.observe.web.view import RunSource, RunView
 from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import group_of
-from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
 
 Description = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -425,7 +425,8 @@ def record_sections(trajectory: Trajectory, shown: Shown) -> Description:
             "reward error": shown(meta.reward_error),
             "reward parts": msgspec.json.encode(meta.reward_parts).decode(),
             "answer": shown(meta.reward_answer) or None,
-            **_given_by_agent(meta, shown),
+            "rewarded by": meta.rewarded_by,
+            "agent's answer": shown(one_line(meta.agent_answer or "", CUT_AT)) or None,
             "finish": meta.finish,
             "error": shown(meta.error),
             "tokens": f"{len(trajectory.token_ids)} ({trajectory.sampled} sampled)",
@@ -460,15 +461,6 @@ def by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
     for segment in trajectory.segments:
         number += segment.kind == "prompt"
         yield max(0, number), segment
-
-
-def _given_by_agent(meta: Meta, shown: Shown) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    if meta.rewarded_by == "agent":
-        given["rewarded by"] = "its agent"
-    if meta.agent_answer is not None:
-        given["agent's answer"] = shown(one_line(meta.agent_answer, CUT_AT))
-    return given
 
 
 def _branches(trajectory: Trajectory, shown: Shown) -> Description:

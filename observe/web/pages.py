@@ -53,10 +53,6 @@ def _lineage(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": row["version"], "step": step, "sampled_from": sampled_from}
 
 
-def _table(columns: str, rows: list[list[Any]]) -> dict[str, Any]:
-    return {"columns": columns.split(", "), "rows": rows}
-
-
 def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     """Raises UsageError."""
     number = _number(asked.path[-1])
@@ -67,8 +63,8 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
            where version = ? order by incarnation, ready_ns""",
         number,
     )
-    outcomes = view.rows(
-        """select purpose, outcome, count(*), avg(reward) from groups
+    outcomes = view.records(
+        """select purpose, outcome, count(*) as groups, avg(reward) as reward from groups
            where version = ? group by all order by all""",
         number,
     )
@@ -82,17 +78,12 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
     )
     return {
         "version": number,
-        "served": _table(
-            "worker, incarnation, ready at s",
-            [[*worker, view.seconds(ready_ns)] for *worker, ready_ns in served],
-        ),
-        "outcomes": _table(
-            "purpose, outcome, groups, reward", [[*row, short(mean)] for *row, mean in outcomes]
-        ),
-        "evaluations": _table(
-            "evaluation, reward, valid, trajectories",
-            [[name or "default", short(reward), *rest] for name, reward, *rest in evaluations],
-        ),
+        "served": [
+            {"worker": worker, "incarnation": incarnation, "ready at s": view.seconds(ready_ns)}
+            for worker, incarnation, ready_ns in served
+        ],
+        "outcomes": outcomes,
+        "evaluations": evaluations,
         "steps": steps,
     }
 
@@ -129,7 +120,8 @@ def _segments(trajectory: Trajectory) -> dict[str, Any]:
         ]
         for segment in trajectory.segments
     ]
-    return _table("kind, turn, from token, to token, worker, version, ms", rows)
+    columns = ["kind", "turn", "from token", "to token", "worker", "version", "ms"]
+    return {"columns": columns, "rows": rows}
 
 
 def _tokens(source: RunSource, trajectory: Trajectory, start: int) -> dict[str, Any]:

@@ -11,15 +11,7 @@ from dora_pipe.consumers.contributions import by_staleness, distance, with_ratio
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.view import (
-    Decode,
-    Query,
-    RunSource,
-    RunView,
-    quantile,
-    short,
-    spaced,
-)
+from dora_pipe.observe.web.view import Decode, Query, RunSource, RunView, short, spaced
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
@@ -32,6 +24,8 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
 
     Excludes trajectories without a gradient, which have no ratio.
     """
+    import numpy as np
+
     chosen = spaced(view.steps(), STEPS_MAX)
     files = [source.contributions(digest) for _, digest in chosen]
     rows = by_staleness(with_ratio(row for rows in files for row in rows))
@@ -43,7 +37,7 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
                 "staleness": stale,
                 "n": len(own),
                 **{
-                    name: short(quantile(sorted(map(distance, own)), share))
+                    name: short(np.quantile([*map(distance, own)], share, method="inverted_cdf"))
                     for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))
                 },
                 "clipped": short(fmean(row["clipped_share"] or 0.0 for row in own)),

@@ -153,16 +153,6 @@ def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int 
     )
 
 
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the quantile by nearest rank; None without values.
-
-    Example: ``quantile([1, 2, 3, 4], .5) == 2``
-    """
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
-
-
 def spaced(values: Sequence[T], most: int) -> list[T]:
     """Return at most `most` values, evenly spaced, including first and last.
 
@@ -170,8 +160,6 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
     """
     if len(values) <= most:
         return list(values)
-    if most == 1:
-        return [values[-1]]
     last = len(values) - 1
     return [values[index * last // (most - 1)] for index in range(most)]
 

@@ -64,7 +64,7 @@ export function callsOf(tree, rows) {
     s("svg", { width: 18, height: 12, "aria-hidden": "true" }, callBox(0, 1, 18, 10, at)), " ",
     callerName(one))));
   return h("div", null, figure("Calls over time", note, draw, null, { under: keys }),
-    rowsTable(rows, "Calls"));
+    rowsTable(rows, { caption: "Calls" }));
 }
 
 function callBox(x, y, width, height, at) {

@@ -155,16 +155,16 @@ export function fold(key, summary, ...children) {
 }
 
 // Rows of a description, as a table.
-export function rowsTable(rows, caption) {
+export function rowsTable(rows, options) {
   const columns = [...new Set(rows.flatMap(Object.keys))];
-  return table({ columns, rows: rows.map((row) => columns.map((name) => row[name] ?? null)) }, { caption });
+  return table({ columns, rows: rows.map((row) => columns.map((name) => row[name] ?? null)) }, options);
 }
 
 // The named sections of a description: pairs, or rows.
 export function folds(sections, names) {
   return names.filter((name) => name in sections).map((name) => {
     const own = sections[name], head = name[0].toUpperCase() + name.slice(1);
-    return Array.isArray(own) ? fold(name, `${head} (${own.length})`, rowsTable(own, head)) :
+    return Array.isArray(own) ? fold(name, `${head} (${own.length})`, rowsTable(own, { caption: head })) :
       fold(name, head, facts(own, true));
   });
 }

@@ -1,7 +1,7 @@
 // Pages of one step, group, version and trajectory, with their lineage.
 
 import { get } from "./data.js";
-import { fold, folds, h, show, table, tiles } from "./dom.js";
+import { fold, folds, h, rowsTable, show, table, tiles } from "./dom.js";
 import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
 import { browser, heading } from "./lists.js";
@@ -102,16 +102,16 @@ export async function versionPage(id) {
     title: `Version ${number}`,
     body: [
       title(`Version ${number}`),
-      tiles(answer.evaluations.rows.map(([name, reward, valid, count]) => [
-        name === "default" ? "evaluation" : `evaluation ${name}`, show(reward), `${valid} of ${count} valid`])),
+      tiles(answer.evaluations.map(([name, reward, valid, count]) =>
+        [`evaluation ${name}`.trim(), show(reward), `${valid} of ${count} valid`])),
       lineage([["produced by", madeBy(number)], ["version", String(number)],
         ["trained in", steps.length ? steps : "no step yet"]]),
       h("h2", null, "Groups"),
-      table(answer.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
+      rowsTable(answer.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
       h("p", null, listLink("groups", { version: number }, "Groups of this version"), " · ",
         listLink("trajectories", { version: number }, "Trajectories of this version")),
       h("h2", null, "Workers"),
-      table(answer.served, { caption: "Workers", none: "No worker served it." }),
+      rowsTable(answer.served, { caption: "Workers", none: "No worker served it." }),
     ],
   };
 }

@@ -11,7 +11,6 @@ from dora_pipe.observe.web.view import (
     FIELDS_MAX,
     TEXT_MAX,
     parse_query,
-    quantile,
     seconds,
     short,
     spaced,
@@ -61,13 +60,7 @@ def test_spaced_keeps_both_ends_and_the_order(values: list[int], most: int) -> N
     assert (position[0], position[-1]) == (0, len(values) - 1)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.1, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)])
-def test_quantile_is_by_nearest_rank(share: float, expected: int) -> None:
-    assert quantile([1, 2, 3, 4], share) == expected
-
-
 def test_what_is_not_there_stays_none() -> None:
-    assert quantile([], 0.5) is None
     assert short(None) is None
     assert seconds(0, 5) is None and seconds(None, 5) is None
 

@@ -115,7 +115,7 @@ def _rows(
         all_of = placement.workers * sum(worker.values())
         fits = None if usable is None else together <= usable
         yield EstimateRow("worker: total", all_of, together, fits)
-    ranks = memory.ranks_of(config)
+    ranks = config.trainer.ranks
     trainer = memory.state_parts(shape, config) | memory.pass_parts(shape, config)
     trainer["an update instead of a pass"] = memory.update_bytes(shape, config)
     yield from _part_rows("trainer", trainer, ranks, 1)
@@ -152,25 +152,25 @@ def _notes(
 def _advise(
     estimate: Estimate, shape: ModelShape, config: Config, placement: Placement, gpus: Gpus
 ) -> None:
-    keys, misfits = estimate.keys, estimate.misfits
+    keys, misfits, changed, used = estimate.keys, estimate.misfits, config, 0
     if placement.workers:
         worker = memory.worker_keys(shape, config, gpus, placement.per_gpu)
         if worker is None:
             misfits.append("no key makes a worker fit: larger or more GPUs, or a smaller model")
         keys.update(worker or {})
-        placement = memory.placement_of(with_keys(config, keys), gpus.count)
-        if not with_keys(config, keys).workers.gpus and not placement.shared:
-            keys["workers.gpus"] = list(range(placement.trainer_gpus, gpus.count))[
-                : placement.worker_gpus
-            ]
-    workers = sum(memory.worker_parts(shape, with_keys(config, keys)).values())
-    room = gpus.usable - (placement.per_gpu * workers if placement.shared else 0)
-    trainer = memory.trainer_keys(shape, config, room, placement.trainer_gpus)
+        changed = with_keys(config, keys)
+        placement = memory.placement_of(changed, gpus.count)
+        if placement.shared:
+            used = placement.per_gpu * sum(memory.worker_parts(shape, changed).values())
+        elif not changed.workers.gpus:
+            taken = config.trainer.gpus or range(placement.trainer_gpus)
+            free = [number for number in range(gpus.count) if number not in taken]
+            keys["workers.gpus"] = free[: placement.worker_gpus]
+    trainer = memory.trainer_keys(shape, config, gpus.usable - used, placement.trainer_gpus)
     if trainer is None:
         misfits.append("no key makes the trainer fit: more GPUs, or an adapter (lora.rank)")
     keys.update(trainer or {})
-    kind, device = keys.get("trainer.kind", config.trainer.kind), config.trainer.device
-    if device == "cpu" or (device == "auto" and kind == "torch"):
+    if config.trainer.device == "cpu":
         keys["trainer.device"] = "cuda"
 
 

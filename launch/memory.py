@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -57,12 +57,8 @@ class Gpus:
     """Equal GPUs."""
 
     count: int
-    size_bytes: int
-
-    @property
-    def usable(self) -> int:
-        """Return the bytes of one GPU that a plan may fill."""
-        return int(self.size_bytes * USABLE)
+    usable: int
+    """Bytes of one GPU that a plan may fill."""
 
 
 def parse_gpus(text: str) -> Gpus:
@@ -73,11 +69,10 @@ def parse_gpus(text: str) -> Gpus:
             f"--gpus {text!r} is not COUNTxGB",
             hint="--gpus 8x80 means eight GPUs of 80 GB each",
         )
-    return Gpus(int(match[1]), int(float(match[2]) * GIGABYTE))
+    return Gpus(int(match[1]), int(float(match[2]) * GIGABYTE * USABLE))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Division of GPUs between workers and trainer."""
 
     workers: int
@@ -172,7 +167,7 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
         "masters": spread(masters, 1) if here else 0,
         "gradients": spread(4 + halves, 2) if here else 0,
         "moments of the optimizer": spread(moments, 1) if here else 0,
-        "buckets": BUCKETS if ranks_of(config) > 1 else 0,
+        "buckets": BUCKETS if trainer.ranks > 1 else 0,
         "version 0 for the KL": 0 if lora or not config.objective.kl_coef else 4 * shape.parameters,
         "copy for parts that are updates": spread(copies, 1),
     }
@@ -181,10 +176,6 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
 def trained(shape: ModelShape, config: Config) -> int:
     """Return the trained parameters: the adapter's, or all."""
     return _adapter(shape, config) if config.lora.rank else shape.parameters
-
-
-def ranks_of(config: Config) -> int:
-    return config.trainer.ranks if config.trainer.kind == "deepspeed" else 1
 
 
 def pass_parts(shape: ModelShape, config: Config) -> Parts:

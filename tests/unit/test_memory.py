@@ -16,7 +16,7 @@ from dora_pipe.config.checks import problems_of
 from dora_pipe.consumers.learners.torch import memory as trainer_memory
 from dora_pipe.core.errors import PolicyError, UsageError
 from dora_pipe.launch import memory
-from dora_pipe.launch.memory import Gpus, parse_gpus, placement_of, trainer_keys, with_keys
+from dora_pipe.launch.memory import parse_gpus, placement_of, trainer_keys, with_keys
 from dora_pipe.launch.model_shape import model_shape
 from tests.support.model_shapes import NETWORKS, plain, qwen3, run, shape_of
 
@@ -69,7 +69,7 @@ def test_estimates_are_within_a_tenth_of_steps_on_an_h200(
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_kind_of_network_is_estimated(name: str) -> None:
-    actual_estimate = estimate(shape_of(NETWORKS[name]), run(), Gpus(2, 80 * GB))
+    actual_estimate = estimate(shape_of(NETWORKS[name]), run(), parse_gpus("2x80"))
     assert actual_estimate.good
     assert any(row.what == "trainer: peak" for row in actual_estimate.rows)
 
@@ -169,7 +169,7 @@ def test_a_model_directory_alone_is_estimated(
 def test_proposed_keys_are_a_valid_configuration_that_fits(
     gigabytes: int, count: int, optimizer: str
 ) -> None:
-    config, gpus = run(trainer__optimizer=optimizer), Gpus(count, gigabytes * GB)
+    config, gpus = run(trainer__optimizer=optimizer), parse_gpus(f"{count}x{gigabytes}")
     actual_estimate = estimate(qwen3("4B"), config, gpus)
     changed = with_keys(config, actual_estimate.keys)
     assert not list(problems_of(changed))
@@ -177,7 +177,7 @@ def test_proposed_keys_are_a_valid_configuration_that_fits(
 
 
 def test_keys_of_four_billion_parameters() -> None:
-    actual_estimate = estimate(qwen3("4B"), run(), Gpus(8, 80 * GB))
+    actual_estimate = estimate(qwen3("4B"), run(), parse_gpus("8x80"))
     assert not actual_estimate.good
     assert not actual_estimate.misfits
     assert actual_estimate.keys["trainer.kind"] == "deepspeed"
@@ -185,8 +185,14 @@ def test_keys_of_four_billion_parameters() -> None:
     assert actual_estimate.keys["workers.gpus"] == [6, 7]
 
 
+def test_workers_get_gpus_beside_those_of_the_trainer() -> None:
+    config = run(trainer__gpus=[2])
+    actual_estimate = estimate(shape_of(NETWORKS["llama"]), config, parse_gpus("4x80"))
+    assert actual_estimate.keys == {"workers.gpus": [0, 1]}
+
+
 def test_a_worker_too_large_for_a_gpu_gets_several() -> None:
-    actual_estimate = estimate(qwen3("4B"), run(), Gpus(8, 12 * GB))
+    actual_estimate = estimate(qwen3("4B"), run(), parse_gpus("8x12"))
     assert actual_estimate.keys["workers.vllm.tensor_parallel_size"] in (2, 4)
 
 
@@ -199,11 +205,11 @@ def test_activations_leave_the_gpu_where_nothing_else_makes_a_long_context_fit()
 
 def test_more_ranks_than_gpus_do_not_fit() -> None:
     config = run(trainer__kind="deepspeed", trainer__ranks=8)
-    actual_estimate = estimate(shape_of(NETWORKS["llama"]), config, Gpus(8, 80 * GB))
+    actual_estimate = estimate(shape_of(NETWORKS["llama"]), config, parse_gpus("8x80"))
     assert not actual_estimate.good
     assert actual_estimate.keys == {"workers.gpus": [6, 7], "trainer.ranks": 6}
 
 
 def test_quantized_files_are_refused() -> None:
     shape = shape_of(NETWORKS["llama"], quantization_config={"quant_method": "fp8"})
-    assert not estimate(shape, run(), Gpus(1, 80 * GB)).good
+    assert not estimate(shape, run(), parse_gpus("1x80")).good

@@ -17,16 +17,14 @@ import typer
 
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.checks import misfits, refuse_topics
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.kafka.cluster import WANTED_REPLICAS, brokers_of, problems_of
+from dora_pipe.bus.kafka.cluster import WANTED_REPLICAS, brokers_of, setting_problems
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.cli.options import JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.config.load import config_file_in, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import (
-    BusError,
     ConfigError,
     DoraError,
     PolicyError,
@@ -90,21 +88,20 @@ def machine_findings() -> list[CheckResult]:
     versions = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     results = [CheckResult("ok", "machine", versions)]
     for name in ("torch", "transformers", "vllm", "deepspeed"):
-        there = importlib.util.find_spec(name) is not None
-        extra = "torch" if name == "transformers" else name
-        detail = _version(name) if there else f"not installed: {install_hint(extra)}"
-        results.append(CheckResult("ok" if there else "note", name, detail))
+        version, extra = _version(name), "torch" if name == "transformers" else name
+        detail = version or f"not installed: {install_hint(extra)}"
+        results.append(CheckResult("ok" if version else "note", name, detail))
     free = shutil.disk_usage(Path.cwd()).free
     state: State = "ok" if free >= FREE_BYTES_MIN else "fail"
     return [*results, CheckResult(state, "disk", f"{free // 1024**2} MiB free here"), _gpus()]
 
 
 def _version(module: str) -> str:
-    """Return the version of the module's distribution; vLLM for CPUs has another name."""
+    """Return the version of an installed module, else ""; vLLM for CPUs has another name."""
     for name in (module, f"{module}-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-    return "of unknown version"
+    return ""
 
 
 def _gpus() -> CheckResult:
@@ -172,13 +169,12 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
     from dora_pipe.launch.prompt_check import seen_by_doctor
     from dora_pipe.producers.worker.role import sampling_by_source
 
-    engines = {config.workers.engine}
     try:
-        check_model(config, engines, model)
+        check_model(config, [config.workers.engine], model)
     except DoraError as error:
         yield _failed("context", error)
     else:
-        yield CheckResult("ok", "context", f"{context} tokens, by {', '.join(sorted(engines))}")
+        yield CheckResult("ok", "context", f"{context} tokens, by {config.workers.engine}")
         if note := unassigned_note(model):
             yield CheckResult("note", "tokenizer", note)
     samplings = sampling_by_source(config)
@@ -193,23 +189,21 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
 
 
 def _prompts(prompts: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
-    longest = max(prompts.lengths, default=0)
     what, looked, notes = f"prompts, {prompts.source}", prompts.looked_at, list(prompts.notes())
     if prompts.hopeless:
         return CheckResult("fail", what, "; ".join(notes))
-    state: State = "note" if notes else "ok"
-    notes.append(f"{looked} of {prompts.rows} checked, up to {longest} tokens")
+    longest = max(prompts.lengths, default=0)
     unfit, short = prompts.beyond(context - 1), prompts.beyond(context - max_tokens)
-    hint = f"workers.max_model_len = {longest + max_tokens} fits all"
+    state: State = "fail" if looked and unfit == looked else "note" if notes or short else "ok"
+    room = "" if short else " with room for max_tokens"
+    notes.append(f"{looked} of {prompts.rows} checked, up to {longest} tokens{room}")
     if unfit:
-        state = "fail" if unfit == looked else "note"
-        notes += [f"{unfit} do not fit a context of {context}: invalid, as PromptUnfit", hint]
+        notes.append(f"{unfit} do not fit a context of {context}: invalid, as PromptUnfit")
     elif short:
-        state = "note"
         room = f"{short} leave less than max_tokens, {max_tokens}, in a context of {context}"
-        notes += [f"{room}: answers are cut", hint]
-    else:
-        notes[-1] += " with room for max_tokens"
+        notes.append(f"{room}: answers are cut")
+    if short:
+        notes.append(f"workers.max_model_len = {longest + max_tokens} fits all")
     return CheckResult(state, what, "; ".join(notes))
 
 
@@ -228,16 +222,10 @@ def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Ite
         yield CheckResult("note", "brokers", f"{count}: their records are lost with a disk")
     if config is None or not topics:
         return
-    facts = bus.facts(topics)
     specs = {spec.name: spec for spec in topic_specs(config)}
-    problems = [problem for topic in facts for problem in problems_of(topic)]
-    try:
-        refuse_topics(*misfits([(specs[topic.name], topic.spec) for topic in facts]))
-    except BusError as error:  # the run would raise it, too
-        yield _failed("settings", error)
-    else:
-        if not problems:
-            yield CheckResult("ok", "settings", "of all its topics")
+    problems = setting_problems(bus.facts(topics), specs)
+    if not problems:
+        yield CheckResult("ok", "settings", "of all its topics")
     for problem in problems:
         detail = f"{problem.text}; {problem.hint}"
         yield CheckResult("fail" if problem.fatal else "note", "settings", detail)

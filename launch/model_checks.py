@@ -17,6 +17,7 @@ from dora_pipe.core.system.console import say
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.template import FILE, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
 from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -33,13 +34,7 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
     """
     check_engine_model(config, engines, directory)
     _need_experts(config, directory)
-    longest = read_config(directory).get("max_position_embeddings")
-    if isinstance(longest, int) and longest < config.workers.max_model_len:
-        raise PolicyError(
-            f"{directory}: its {longest} positions are fewer than "
-            f"workers.max_model_len = {config.workers.max_model_len}",
-            hint="lower workers.max_model_len",
-        )
+    need_positions(directory, config.workers.max_model_len)
     check_tokenizer(directory)
 
 

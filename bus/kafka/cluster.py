@@ -124,15 +124,20 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
 
 def check_settings(topics: Sequence[TopicFacts], specs: Mapping[str, TopicSpec]) -> None:
     """Raises BusError for unfit or lossy settings; logs weak ones."""
-    texts, hints = misfits([(specs[topic.name], topic.spec) for topic in topics])
-    problems = [problem for topic in topics for problem in problems_of(topic)]
+    problems = setting_problems(topics, specs)
     fatal = [problem for problem in problems if problem.fatal]
-    refuse_topics(
-        [*texts, *(problem.text for problem in fatal)],
-        [*hints, *(problem.hint for problem in fatal)],
-    )
+    refuse_topics([problem.text for problem in fatal], [problem.hint for problem in fatal])
     for problem in problems:
         _log.warning("warning: %s; %s", problem.text, problem.hint)
+
+
+def setting_problems(
+    topics: Sequence[TopicFacts], specs: Mapping[str, TopicSpec]
+) -> list[TopicProblem]:
+    """Return the problems of a run's topics, with one for all that do not fit its specs."""
+    texts, hints = misfits([(specs[topic.name], topic.spec) for topic in topics])
+    unfit = [TopicProblem("; ".join(texts), "; ".join(hints), fatal=True)] if texts else []
+    return [*unfit, *(problem for topic in topics for problem in problems_of(topic))]
 
 
 def problems_of(topic: TopicFacts) -> list[TopicProblem]:

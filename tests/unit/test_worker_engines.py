@@ -167,7 +167,10 @@ def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
     assert raised.value.message.endswith(text)
     assert raised.value.hint == "workers.max_model_len = 512 or less"
     _model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
-    check_model(_config(engine=engine, max_model_len=1024), [engine], tmp_path)
+    stretched = _config(engine=engine, max_model_len=1024)
+    check_model(stretched, [engine], tmp_path)
+    with pytest.raises(PolicyError, match="has no tokenizer"):  # the check after positions
+        model_checks.check_model(stretched, [engine], tmp_path)
 
 
 def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path) -> None:

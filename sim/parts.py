@@ -85,9 +85,6 @@ class StillMeter(Meter):
     def spend(self, name: str) -> AbstractContextManager[None]:
         return _UNTIMED
 
-    def add(self, name: str, seconds: float) -> None:
-        """Ignore the time."""
-
     def cost(self) -> Cost:
         return self._none
 

@@ -17,7 +17,6 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
-from dora_pipe.core.loop.runtime import Meter
 
 EFFECTS_MAX: Final = 4
 """A part, a drop, a snapshot and a restore."""
@@ -39,12 +38,9 @@ class ThreadPort:
     """
 
     def __init__(
-        self, open_handlers: Callable[[Meter], AbstractContextManager[EffectHandlers]], meter: Meter
+        self, open_handlers: Callable[[], AbstractContextManager[EffectHandlers]]
     ) -> None:
         self._open_handlers = open_handlers
-        self._meter = meter
-        self._own = Meter()
-        self._metered = {"bus": 0.0, "codec": 0.0}
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
         lossy = (DropFiles, WriteHistory)
@@ -78,10 +74,6 @@ class ThreadPort:
 
     def poll(self) -> list[TrainerEvent]:
         """Return the events since the last call. Raises a thread's error."""
-        cost = self._own.cost()
-        for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
-            self._meter.add(name, spent_s - self._metered[name])
-            self._metered[name] = spent_s
         return self._runner.poll() + self._publisher.poll()
 
     def cached(self) -> Gauges:
@@ -96,7 +88,7 @@ class ThreadPort:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        with self._open_handlers(self._own) as self._handlers:
+        with self._open_handlers() as self._handlers:
             yield
 
     def _do(self, effect: TrainerEffect) -> Iterator[TrainerEvent | None]:

@@ -165,7 +165,7 @@ def _serve(
     meter: Meter,
     stop: Callable[[], bool],
 ) -> None:
-    port = ThreadPort(_opener(here, history), meter)
+    port = ThreadPort(_opener(here, history, meter))
     setup = trainer_setup(
         here.config, here.run, topics=here.topics, incarnation=incarnation, transfers=here.transfers
     )
@@ -201,14 +201,14 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
 
 
 def _opener(
-    here: _Trainer, history: CommitHistory
-) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
+    here: _Trainer, history: CommitHistory, meter: Meter
+) -> Callable[[], AbstractContextManager[EffectHandlers]]:
     setup = handlers_setup(
         here.topics, here.run, here.config, history, adopt=here.adopt, snapshot=here.snapshot
     )
 
     @contextmanager
-    def opened(meter: Meter) -> Iterator[EffectHandlers]:
+    def opened() -> Iterator[EffectHandlers]:
         with closing(here.open_bus()) as bus:
             handlers = EffectHandlers(
                 setup,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,15 +118,20 @@ class _Block(AbstractContextManager[None]):
         self._meter.end()
 
 
+class _ThreadTime(threading.local):
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.last_s = 0.0
+
+
 class Meter:
-    """CPU time of a role by name; `codec` may nest in others."""
+    """CPU time of a role's threads by name; `codec` may nest in others."""
 
     def __init__(self) -> None:
         self._start_s = time.process_time()
         self._spent_s = {"bus": 0.0, "control": 0.0, "codec": 0.0}
         self._blocks = {name: _Block(self, name) for name in self._spent_s}
-        self._open: list[str] = []
-        self._last_s = 0.0
+        self._own = _ThreadTime()
 
     def spend(self, name: str) -> AbstractContextManager[None]:
         """Count this thread's CPU time for `name`, without nested blocks."""
@@ -133,15 +139,12 @@ class Meter:
 
     def begin(self, name: str) -> None:
         self._turn()
-        self._open.append(name)
+        self._own.open.append(name)
 
     def end(self) -> None:
         """Count for the previous name again."""
         self._turn()
-        self._open.pop()
-
-    def add(self, name: str, seconds: float) -> None:
-        self._spent_s[name] += seconds
+        self._own.open.pop()
 
     def cost(self) -> Cost:
         return Cost(
@@ -153,10 +156,10 @@ class Meter:
         )
 
     def _turn(self) -> None:
-        now_s = time.thread_time()
-        if self._open:
-            self._spent_s[self._open[-1]] += now_s - self._last_s
-        self._last_s = now_s
+        own, now_s = self._own, time.thread_time()
+        if own.open:
+            self._spent_s[own.open[-1]] += now_s - own.last_s
+        own.last_s = now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,6 @@ class _LogEvent:
 
     effect: ReadLog | AppendRecords
     inputs: list[LoopEvent]
-    cpu_s: float
 
 
 class _Log:
@@ -190,12 +192,14 @@ class _Log:
         bus: Bus,
         writer: Writer,
         clock: Clock,
+        meter: Meter,
         exclusive: bool,
         kept: Sequence[TopicPartition] | None,
     ) -> None:
         self._bus = bus
         self._writer = writer
         self._clock = clock
+        self._meter = meter
         self._exclusive = exclusive
         self._reader: Reader = bus.reader(positions)
         self._ends = {tp: bus.written_end(tp) for tp in positions}
@@ -210,9 +214,9 @@ class _Log:
 
     def run(self, effect: ReadLog | AppendRecords) -> Iterator[_LogEvent]:
         """Run an effect. Raises BusError."""
-        begun_s = time.thread_time()
-        inputs = self._read() if isinstance(effect, ReadLog) else self._append(effect.publish)
-        yield _LogEvent(effect, inputs, time.thread_time() - begun_s)
+        with self._meter.spend("bus"):
+            inputs = self._read() if isinstance(effect, ReadLog) else self._append(effect.publish)
+        yield _LogEvent(effect, inputs)
 
     def close(self) -> None:
         self._reader.close()
@@ -293,16 +297,17 @@ class Runtime(Generic[Effect, Event]):
             bus=bus,
             writer=writer,
             clock=clock,
+            meter=meter,
             exclusive=exclusive,
             kept=kept,
         )
-        self._log_thread: EffectRunner[ReadLog | AppendRecords, _LogEvent | Exception] | None = None
-        if background:
-            handlers = [
-                Handler[Any, _LogEvent | Exception](kind, self._log.run, lambda _, error: [error])
-                for kind in (ReadLog, AppendRecords)
-            ]
-            self._log_thread = EffectRunner("log", handlers, asked_max=LOG_EFFECTS_MAX)
+        handlers = [
+            Handler[Any, _LogEvent | Exception](kind, self._log.run, lambda _, error: [error])
+            for kind in (ReadLog, AppendRecords)
+        ]
+        self._log_runner = EffectRunner[ReadLog | AppendRecords, _LogEvent | Exception](
+            "log", handlers, in_thread=background, asked_max=LOG_EFFECTS_MAX
+        )
         self._events: list[LoopEvent] = []
         self._held: list[Publish] = []
         self._turn_ns = turn_ns
@@ -326,8 +331,7 @@ class Runtime(Generic[Effect, Event]):
     def due_ns(self) -> int:
         """Return when a tick has work without new bus records, monotonic ns; for the simulator."""
         now_ns = self._clock.now_ns()
-        answered = self._log_thread is not None and self._log_thread.busy
-        if answered or (self._port is not None and self._port.busy):
+        if self._log_runner.busy or (self._port is not None and self._port.busy):
             return now_ns
         return max(now_ns, self.own_due_ns())
 
@@ -336,7 +340,7 @@ class Runtime(Generic[Effect, Event]):
         if self._events:
             return self._clock.now_ns()
         due_ns = self._machine.wake_at()
-        if self._log_works or not (self._held or self._log.catching_up):
+        if self._log_runner.working or not (self._held or self._log.catching_up):
             return due_ns
         return min(due_ns, self._next_turn_ns)
 
@@ -366,8 +370,7 @@ class Runtime(Generic[Effect, Event]):
     def close(self) -> None:
         if self._port is not None:
             self._port.close()
-        if self._log_thread is not None:
-            self._log_thread.close(finish=False)
+        self._log_runner.close(finish=False)
         self._log.close()
 
     def _collect(self) -> tuple[list[LoopEvent | Event], bool]:
@@ -376,47 +379,30 @@ class Runtime(Generic[Effect, Event]):
         self._events = []
         if self._port is not None:
             inputs.extend(self._port.poll())
-        events: list[_LogEvent] = []
-        if self._clock.now_ns() >= self._next_turn_ns and not self._log_works:
+        if self._clock.now_ns() >= self._next_turn_ns and not self._log_runner.working:
             self._next_turn_ns = self._clock.now_ns() + self._turn_ns
-            events += self._start_log(ReadLog())
-        events += self._log_events()
-        for event in events:
+            self._log_runner.start(ReadLog())
+        has_read = False
+        for event in self._log_events():
             inputs.extend(event.inputs)
-        return inputs, any(isinstance(event.effect, ReadLog) for event in events)
+            has_read = has_read or isinstance(event.effect, ReadLog)
+        return inputs, has_read
 
-    # The log, in the loop or in a thread
-
-    @property
-    def _log_works(self) -> bool:
-        return self._log_thread is not None and self._log_thread.working
-
-    def _start_log(self, effect: ReadLog | AppendRecords) -> list[_LogEvent]:
-        if self._log_thread is None:
-            return [self._counted(event) for event in self._log.run(effect)]
-        self._log_thread.start(effect)
-        return []
-
-    def _log_events(self) -> list[_LogEvent]:
-        """Return answers of the thread. Raises its error."""
-        events = [] if self._log_thread is None else self._log_thread.poll()
-        return [self._counted(event) for event in events]
-
-    def _counted(self, event: _LogEvent | Exception) -> _LogEvent:
-        if isinstance(event, Exception):
-            raise event
-        self._meter.add("bus", event.cpu_s)
-        return event
+    def _log_events(self) -> Iterator[_LogEvent]:
+        """Yield answers of the log. Raises its error."""
+        for event in self._log_runner.poll():
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
     def _await_log(self) -> None:
-        """Wait for the thread. Raises its error."""
-        while True:
-            works = self._log_works  # read before the events, which come first
+        """Wait for the log. Raises its error."""
+        working = True
+        while working:
+            working = self._log_runner.working  # read before the events, which come first
             for event in self._log_events():
                 self._events += event.inputs
-            if self._log_thread is None or not works:
-                return
-            self._log_thread.wait(BUS_TURN_NS / 1e9)
+            self._log_runner.wait(BUS_TURN_NS / 1e9)
 
     def _pause(self) -> None:
         due_ns = self._due_in_ns()
@@ -425,14 +411,14 @@ class Runtime(Generic[Effect, Event]):
             due_ns = self._due_in_ns()
         if due_ns <= 0 or self._machine.finished:
             return
-        if self._log_thread is not None and self._log_thread.working:
-            self._log_thread.wait(min(due_ns, BUS_TURN_NS) / 1e9)
+        if self._log_runner.working:
+            self._log_runner.wait(min(due_ns, BUS_TURN_NS) / 1e9)
         else:
             self._clock.sleep(due_ns / 1e9)
 
     def _due_in_ns(self) -> int:
         due_ns = self.due_ns()
-        due_ns = due_ns if self._log_works else min(due_ns, self._next_turn_ns)
+        due_ns = due_ns if self._log_runner.working else min(due_ns, self._next_turn_ns)
         return due_ns - self._clock.now_ns()
 
     def _append(self) -> None:
@@ -442,7 +428,8 @@ class Runtime(Generic[Effect, Event]):
             lossy = [entry.record for entry in publish if entry.lossy]
             publish = [entry for entry in publish if not entry.lossy]
         if publish:
-            for event in self._start_log(AppendRecords(publish)):
+            self._log_runner.start(AppendRecords(publish))
+            for event in self._log_events():
                 self._events += event.inputs
         if lossy:
             self._append_lossy(lossy)

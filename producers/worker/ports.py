@@ -6,10 +6,9 @@ Threads move KV caches and read records.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from typing import Any, Final, Never, Protocol, TypeVar
 
@@ -410,7 +409,7 @@ class RecordPort(EffectRunner[RecordEffect, RecordEvent]):
 
     def _decoded(self, record: Record, decode: Callable[[], T]) -> T:
         try:
-            with _spend(self._meter, "codec"):
+            with self._meter.spend("codec"):
                 return decode()
         except SchemaError as error:
             where = f"the record at offset {record.offset}"
@@ -444,7 +443,7 @@ class _Records:
 
     def _poll(self, offset: int) -> list[Record]:
         try:
-            with _spend(self._meter, "bus"):
+            with self._meter.spend("bus"):
                 if self._reader is None:
                     self._reader = self._bus.reader({self._partition: offset})
                 self._reader.seek(self._partition, offset)
@@ -453,16 +452,6 @@ class _Records:
             raise
         except BusError:
             return []
-
-
-@contextmanager
-def _spend(meter: Meter, name: str) -> Iterator[None]:
-    """Count CPU time of this thread; `Meter.spend` serves the loop's thread only."""
-    begun_s = time.thread_time()
-    try:
-        yield
-    finally:
-        meter.add(name, time.thread_time() - begun_s)
 
 
 def _chunk_of(record: Record) -> AnyProgress:

@@ -163,10 +163,10 @@ def _thread_port(error: BaseException, folder: Path) -> ThreadPort:
             return None
 
     @contextmanager
-    def opened(meter: Meter) -> Iterator[Any]:
+    def opened() -> Iterator[Any]:
         yield Work(error)
 
-    return ThreadPort(opened, Meter())
+    return ThreadPort(opened)
 
 
 @dataclass(frozen=True)
@@ -374,11 +374,11 @@ def test_text_that_has_no_tokens_fails_its_request_alone(text: Any) -> None:
 
 def test_thread_whose_work_cannot_be_opened_ends_the_role() -> None:
     @contextmanager
-    def opened(meter: Meter) -> Iterator[Any]:
+    def opened() -> Iterator[Any]:
         raise BusError("no log there")
         yield
 
-    port = ThreadPort(opened, Meter())
+    port = ThreadPort(opened)
     (error,) = _events(port, 1)
     assert isinstance(error, BusError)
     port.close()

@@ -65,8 +65,6 @@ class StatusSchedule:
         self._said_ns = 0
         self._paid_ns: int | None = None
         """When the budget is positive again."""
-        self._hurries = False
-        """Ignore the budget once."""
 
     def publish(
         self, status: M, to: Address, now_ns: int, shorten: Callable[[M], M] = lambda status: status
@@ -87,11 +85,11 @@ class StatusSchedule:
             self.due_ns = min(self.due_ns, quiet_ends_ns)
             if content == self._last:
                 return False
-            if self._paid_ns is not None and now_ns < self._paid_ns and not self._hurries:
+            if self._paid_ns is not None and now_ns < self._paid_ns:
                 self.due_ns = min(self.due_ns, self._paid_ns)
                 return False
         self.due_ns = now_ns + self._heartbeat_ns
-        self._last, self._said_ns, self._hurries = content, now_ns, False
+        self._last, self._said_ns = content, now_ns
         return True
 
     def note_sent(self, size_bytes: int, now_ns: int) -> None:
@@ -102,10 +100,7 @@ class StatusSchedule:
         before_ns = saved_from_ns if self._paid_ns is None else max(self._paid_ns, saved_from_ns)
         self._paid_ns = min(before_ns + price_ns, now_ns + self._quiet_ns)
 
-    def bring_forward(self, after_ns: int, *, unpaid: bool = False) -> None:
-        """Make a status due `after_ns` after the last one, within the budget; `unpaid` ignores the
-        budget."""
+    def bring_forward(self, after_ns: int) -> None:
+        """Make a status due `after_ns` after the last one, within the budget."""
         if self._last is not None:
-            self._hurries |= unpaid
-            soonest_ns = max(self._said_ns + after_ns, 0 if unpaid else self._paid_ns or 0)
-            self.due_ns = min(self.due_ns, soonest_ns)
+            self.due_ns = min(self.due_ns, max(self._said_ns + after_ns, self._paid_ns or 0))

@@ -57,7 +57,7 @@ from dora_pipe.producers.worker.request_table import PROGRESS_TAG
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
-from dora_pipe.producers.worker.status import NEVER_NS, ProgressDelta, Situation, waits
+from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingServer, WorkerStatus
@@ -86,10 +86,6 @@ CALLS_REPORTED_MAX: Final = 8
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
 """Least interval between statuses after progress records; a lost request resumes from the last
 status."""
-
-
-OFF_ENGINE_CHANGE_SHARE: Final = 8
-"""Divisor: a change in off-engine requests by 1/8 of the slots triggers a status early."""
 
 
 class LoadedVersions:
@@ -155,8 +151,6 @@ class WorkerMachine:
         self._waits = WaitTracker(setup.worker, setup.limits)
         self._loading_ns = 0
         self._tokens = (0, 0)  # count, and time of the last change or of no running request
-        self._off_engine = (0, 0)  # off-engine and ended requests in the last status
-        self._off_engine_due_ns = NEVER_NS
         self._guard = IncarnationGuard()
 
     @property
@@ -168,7 +162,7 @@ class WorkerMachine:
         return {decisions: self.setup.decisions_from}
 
     def wake_at(self) -> int:
-        due_ns = min(self._schedule.due_ns, self._off_engine_due_ns)
+        due_ns = self._schedule.due_ns
         return min(due_ns, self._leave_by_ns) if self._leaving else due_ns
 
     def react(self, inputs: Sequence[LoopEvent | WorkerEvent], now: Now) -> Outputs[WorkerEffect]:
@@ -359,29 +353,8 @@ class WorkerMachine:
                     requests.fill(self.served.version)
             if not busy:
                 self._load(now)
-        self._hurry_status(now)
         if now.mono_ns >= self._schedule.due_ns:
             self._status(now)
-        self._off_engine_due_ns = self._off_engine_change_ns()
-
-    def _hurry_status(self, now: Now) -> None:
-        reported, least = self._known_off_engine()
-        if abs(self._off_engine_now(now) - reported) >= least:
-            self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
-
-    def _off_engine_change_ns(self) -> int:
-        reported, least = self._known_off_engine()
-        reaches_ns = self.requests.off_engine.reaches_ns
-        if not self.requests.tokens_total:
-            return NEVER_NS
-        return min(reaches_ns(reported + least), reaches_ns(reported - least))
-
-    def _known_off_engine(self) -> tuple[int, int]:
-        """Return the last reported number less ended requests, and the difference worth a
-        status."""
-        last, ended = self._off_engine
-        reported = max(0, last - (self.requests.ended - ended))
-        return reported, max(1, self.setup.slots // OFF_ENGINE_CHANGE_SHARE)
 
     def _off_engine_now(self, now: Now) -> int:
         """Counting starts at the first token, after task processes have started."""
@@ -476,10 +449,9 @@ class WorkerMachine:
             episodes_replayed=requests.counts[EPISODES_REPLAYED],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
-        goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)
-        if goes_out:
-            self._off_engine = (status.off_engine, requests.ended)
-        requests.out.publish += goes_out
+        requests.out.publish += self._schedule.publish(
+            status, to, now.mono_ns, self._delta.shorten
+        )
 
     def _publish(self, topic: str, record: msgspec.Struct) -> None:
         append = Append(topic=topic, key=self.setup.worker.encode(), value=encode(record))

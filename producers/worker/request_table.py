@@ -96,7 +96,6 @@ class RequestTable:
         self.by_key: dict[str, RequestState] = {}
         self.now = Now(mono_ns=0, wall_ns=0)
         self.turn = 0
-        self.ended = 0
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
@@ -397,7 +396,6 @@ class RequestTable:
         self.off_engine.discard(request.key, self.now.mono_ns)
         del self.by_key[request.key]
         if request.call is None:
-            self.ended += 1
             return
         self._calls -= 1
         session = self.by_key[request.call.session]

@@ -153,8 +153,6 @@ class ProgressDelta:
 AVERAGED_NS: Final = 10 * BUS_TURN_NS
 """Time constant: a value this old has weight 1/e."""
 
-NEVER_NS: Final = 2**63 - 1
-
 
 class OffEngine:
     """Requests that need no slot, with their average number.
@@ -166,9 +164,6 @@ class OffEngine:
         self._keys: set[str] = set()
         self._mean = 0.0
         self._at_ns = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def begin(self, now_ns: int) -> None:
         self._mean, self._at_ns = 0.0, now_ns
@@ -185,15 +180,6 @@ class OffEngine:
         self._advance(now_ns)
         self._mean = min(self._mean, float(most))
         return int(self._mean + 0.5)
-
-    def reaches_ns(self, count: int) -> int:
-        """Return when `mean` will reach `count` without further changes; `NEVER_NS` if it will
-        not."""
-        to, mean = len(self._keys), self._mean
-        edge = count - 0.5 if to > mean else count + 0.5
-        if not min(mean, to) < edge < max(mean, to):
-            return NEVER_NS
-        return self._at_ns + math.ceil(AVERAGED_NS * math.log((mean - to) / (edge - to)))
 
     def _advance(self, now_ns: int) -> None:
         kept = math.exp((self._at_ns - now_ns) / AVERAGED_NS)

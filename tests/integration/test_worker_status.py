@@ -104,16 +104,6 @@ def test_status_says_how_many_requests_need_no_slot_on_average() -> None:
     assert world.statuses()[-1].off_engine == 0
 
 
-def test_that_slots_are_not_needed_is_said_before_the_heartbeat() -> None:
-    world = World(lengths=lambda seed, turn: 5)
-    tasks = InlineTasks(held={RewardCall})
-    slow = 100 * HEARTBEAT_NS
-    worker = world.start(tasks=tasks, heartbeat_ns=slow, quiet_ns=slow)
-    world.decide(*(world.place(worker, ordinal) for ordinal in range(4)))
-    world.ticks(worker, LONG_TICKS)
-    assert world.statuses()[-1].off_engine == 4
-
-
 def test_what_takes_a_moment_is_no_news() -> None:
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start()

@@ -1,7 +1,7 @@
 """Messages between worker and endpoint: a length (4 bytes, big-endian) and msgpack.
 
-The worker sends `Setup` first, the endpoint `Listening`; then the effects and events of
-`worker.effects`. Call numbers are unique per worker.
+The worker sends `Setup` first, then both send the effects and events of `worker.effects`. Call
+numbers are unique per worker.
 """
 
 from __future__ import annotations
@@ -51,10 +51,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     endpoint: EndpointSetup
 
 
-class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The endpoint accepts connections."""
-
-
 class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A session has started; earlier calls belong to the previous one."""
 
@@ -62,7 +58,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Down = Setup | SessionEffect
-Up = Listening | Begun | CallAsked
+Up = Begun | CallAsked
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=list)
 DOWN: Final = msgspec.msgpack.Decoder(Down)

@@ -26,7 +26,6 @@ from dora_pipe.producers.sessions.app import Endpoint
 from dora_pipe.producers.sessions.frames import (
     DOWN,
     Down,
-    Listening,
     Setup,
     SourceSetup,
     Up,
@@ -53,7 +52,6 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
     endpoint = Endpoint(sessions, model=setup.endpoint.model, vocabulary=vocabulary)
     server = bounded_server(endpoint.app(), connections_max=CONNECTIONS_MAX, backlog=BACKLOG)
     serving = asyncio.create_task(server.serve(sockets=[listen]))
-    writer.write(pack(Listening()))
     try:
         while frame := await _received(reader):
             if not isinstance(frame, Setup):

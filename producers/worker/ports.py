@@ -85,23 +85,6 @@ from dora_pipe.store.transfers.transfers import Lost
 T = TypeVar("T")
 
 
-class Tasks(Protocol):
-    """Part of `TaskPool` that the task port needs."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is work for the next poll."""
-
-    def start(self, effect: TaskEffect) -> None:
-        """Begin a call."""
-
-    def poll(self) -> Sequence[TaskEvent]:
-        """Return events since the last call."""
-
-    def close(self) -> None:
-        """Stop the pool."""
-
-
 class TextCodec(Protocol):
     """Part of `Tokenizer` that the task port needs."""
 
@@ -126,7 +109,7 @@ class TaskPort:
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: Port[TaskEffect, TaskEvent],
         texts: TextCodec,
         chat: Chat | None = None,
         addresses: Addresses | None = None,

@@ -59,6 +59,7 @@ from dora_pipe.consumers.learners.torch.lora import AdapterBase
 from dora_pipe.consumers.learners.torch.model import (
     DTYPES,
     NAMES,
+    need_fit,
     published_dtype,
     read_tensor,
     temperature_numerics,
@@ -370,7 +371,7 @@ class DeepspeedLearner:
         entries = {entry.name: entry for entry in read_entries(weights)}
         names = sorted(carried_names(entries, self._engine.further))
         self._carried = CarriedTensors(weights, [entries.pop(name) for name in names])
-        _need_fit(weights, entries, files)
+        need_fit(weights, entries, {name: piece.shape for name, piece in files.items()})
         of: dict[str, list[str]] = {}
         for name, piece in files.items():
             of.setdefault(piece.name, []).append(name)
@@ -474,15 +475,6 @@ class DeepspeedLearner:
         replies = [self._rank.compute(command, trajectories)]
         replies += [_REPLY.decode(data) for data in group.replies()]
         return replies
-
-
-def _need_fit(weights: Path, entries: Mapping[str, Entry], files: Mapping[str, Piece]) -> None:
-    odd = sorted(entries.keys() ^ files.keys())
-    if odd:
-        raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
-    for name, entry in entries.items():
-        if entry.shape != files[name].shape or entry.dtype not in DTYPES:
-            raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
 
 
 def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:

@@ -184,6 +184,7 @@ class LoraModel(TorchModel):
     def load(self, weights: Path) -> None:
         """Load full weights with a new adapter, or an adapter on version 0. Raises PolicyError."""
         matrices = self._adapter_base.take(weights, layers=self.pairs.layers, have=super().load)
+        self.updated = self._adapter_base.updated
         with torch.no_grad():
             for name, matrix in self.parameters():
                 matrix.copy_(matrices[name])
@@ -213,20 +214,11 @@ class LoraModel(TorchModel):
 
     def sources(self) -> list[TensorSource]:
         """Return the adapter; before the first update the base itself."""
-        if not self._adapter_base.updated:
+        if not self.updated:
             return super().sources()
         kind = DTYPES_OF[self._adapter_base.dtype]
         sources = [tensor_source(name, matrix, kind) for name, matrix in self.parameters()]
         return sources + self._adapter_base.base_tensors()
-
-    @property
-    def updated(self) -> bool:
-        """Return whether the adapter was ever updated."""
-        return self._adapter_base.updated
-
-    @updated.setter
-    def updated(self, there: bool) -> None:
-        self._adapter_base.updated = there
 
 
 def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:

@@ -121,6 +121,8 @@ class TorchModel:
         self._balance: BalanceLoss | None = None
         self._carried = CarriedTensors()
         self.lean = False
+        self.updated = False
+        """Whether the optimizer ever changed the parameters; only adapters need it."""
         self.varlen = memory.packing and goes_by_sequences(self.network, dtype, device)
 
     def load(self, weights: Path) -> None:
@@ -183,15 +185,6 @@ class TorchModel:
         """Return the names of parameters stored in bfloat16."""
         return parameters_in(self.network, self._bfloat16)
 
-    @property
-    def updated(self) -> bool:
-        """Return whether the optimizer changed the parameters, if it matters."""
-        return False
-
-    @updated.setter
-    def updated(self, there: bool) -> None:
-        """Ignore: all parameters are always stored."""
-
     def sources(self) -> list[TensorSource]:
         """Return the tensors to store, tied ones once, with extra tensors of the file."""
         own = [
@@ -215,17 +208,24 @@ def load_weights(network: Any, weights: Path) -> CarriedTensors:
     entries = {entry.name: entry for entry in read_entries(weights)}
     further = further_layers(network.config.get_text_config().to_dict())
     carried = [entries.pop(name) for name in sorted(carried_names(entries, further))]
-    odd = sorted(expected.keys() ^ entries.keys())
-    if odd:
-        raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
+    need_fit(weights, entries, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     with mapped(weights) as data, torch.no_grad():
         for name, tensor in expected.items():
-            entry = entries[name]
-            if tuple(tensor.shape) != entry.shape or entry.dtype not in DTYPES:
-                raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
             # Convert on the device: smaller transfer, same rounding.
-            tensor.copy_(read_tensor(data, entry).to(tensor.device))
+            tensor.copy_(read_tensor(data, entries[name]).to(tensor.device))
     return CarriedTensors(weights, carried)
+
+
+def need_fit(
+    weights: Path, entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise PolicyError unless a file has these tensors."""
+    odd = sorted(entries.keys() ^ shapes.keys())
+    if odd:
+        raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
+    for name, entry in entries.items():
+        if entry.shape != shapes[name] or entry.dtype not in DTYPES:
+            raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
 
 
 def read_tensor(data: memoryview, entry: Entry) -> Tensor:

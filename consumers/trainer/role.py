@@ -18,8 +18,8 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -67,20 +67,6 @@ class LearnerFactory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trainer:
-    topics: Topics
-    open_bus: Callable[[], Bus]
-    store: PolicyStore
-    factory: LearnerFactory
-    clock: Clock
-    run: RunStarted
-    config: Config
-    adopt: bool
-    snapshot: Path | None
-    transfers: str
-
-
 def run_trainer(
     open_bus: Callable[[], Bus],
     topics: Topics,
@@ -115,22 +101,24 @@ def run_trainer(
         with closing(writer):
             await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
             history = read_history(bus, topics, clock, snapshot)
-            if history.run_started is None:
+            run = history.run_started
+            if run is None:
                 raise InvariantBroken(f"the first record of {topics.control} cannot be read")
-            here = _Trainer(
-                topics=topics,
-                open_bus=open_bus,
+            config = _config_of(run, config)
+            open_handlers = partial(
+                _opened_handlers,
+                open_bus,
+                handlers_setup(topics, run, config, history, adopt=adopt, snapshot=snapshot),
                 store=store,
-                factory=learner_factory,
+                make_learner=partial(_make, learner_factory, store, run, config),
                 clock=clock,
-                run=history.run_started,
-                config=_config_of(history.run_started, config),
-                adopt=adopt,
-                snapshot=snapshot,
-                transfers=transfers,
+                meter=meter,
             )
             incarnation = _announce(writer, topics, history, clock)
-            _serve(here, bus, writer, history, incarnation, meter, stop)
+            setup = trainer_setup(
+                config, run, topics=topics, incarnation=incarnation, transfers=transfers
+            )
+            _serve(setup, history, bus, writer, ThreadPort(open_handlers), clock, meter, stop)
 
 
 def handlers_setup(
@@ -157,18 +145,15 @@ def handlers_setup(
 
 
 def _serve(
-    here: _Trainer,
+    setup: TrainerSetup,
+    history: CommitHistory,
     bus: Bus,
     writer: Writer,
-    history: CommitHistory,
-    incarnation: int,
+    port: ThreadPort,
+    clock: Clock,
     meter: Meter,
     stop: Callable[[], bool],
 ) -> None:
-    port = ThreadPort(_opener(here, history, meter))
-    setup = trainer_setup(
-        here.config, here.run, topics=here.topics, incarnation=incarnation, transfers=here.transfers
-    )
     with closing(port), closing(BackgroundWriter(bus.writer())) as status:
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
         runtime = Runtime(
@@ -176,7 +161,7 @@ def _serve(
             bus=bus,
             writer=writer,
             port=port,
-            clock=here.clock,
+            clock=clock,
             meter=meter,
             exclusive=True,
             status=status,
@@ -200,39 +185,25 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
     )
 
 
-def _opener(
-    here: _Trainer, history: CommitHistory, meter: Meter
-) -> Callable[[], AbstractContextManager[EffectHandlers]]:
-    setup = handlers_setup(
-        here.topics, here.run, here.config, history, adopt=here.adopt, snapshot=here.snapshot
-    )
-
-    @contextmanager
-    def opened() -> Iterator[EffectHandlers]:
-        with closing(here.open_bus()) as bus:
-            handlers = EffectHandlers(
-                setup,
-                bus=bus,
-                store=here.store,
-                make_learner=lambda: _make(here),
-                clock=here.clock,
-                meter=meter,
-            )
-            with closing(handlers):
-                yield handlers
-
-    return opened
+@contextmanager
+def _opened_handlers(
+    open_bus: Callable[[], Bus], setup: HandlersSetup, **own: Any
+) -> Iterator[EffectHandlers]:
+    with closing(open_bus()) as bus, closing(EffectHandlers(setup, bus=bus, **own)) as handlers:
+        yield handlers
 
 
-def _make(here: _Trainer) -> Learner:
-    assets = here.store.assets(here.run.assets_digest)
+def _make(
+    factory: LearnerFactory, store: PolicyStore, run: RunStarted, config: Config
+) -> Learner:
+    assets = store.assets(run.assets_digest)
     if not assets.is_dir():
         raise PolicyError(
             f"no config and tokenizer files at {assets}",
             hint="set store.path to the directory of the run's start",
         )
-    reference = here.store.held_weights(here.run.policy.digest)
-    return here.factory(assets=assets, reference=reference, config=here.config)
+    reference = store.held_weights(run.policy.digest)
+    return factory(assets=assets, reference=reference, config=config)
 
 
 def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clock) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
-from dora_pipe.consumers.objectives.terms import RowMetrics
+from dora_pipe.consumers.objectives.terms import RowMetrics, joined_metrics
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.context_tokens import counted_places
 from dora_pipe.schemas.trajectory import Trajectory
@@ -47,7 +47,6 @@ def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
     """Return the step's metrics; all finite, undefined ones omitted."""
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
     rows = [(item.metrics, item.counted) for item in items if item.metrics is not None]
-    tokens = sum(count for _, count in rows)
     sampled = sum(item.trajectory.sampled for item in items)
     metrics = {
         "loss": sums.loss / max(1, sums.updates),
@@ -68,21 +67,13 @@ def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
         metrics["grad_norm"] = _mean(sums.grad_norms)
         metrics["grad_norm_max"] = max(sums.grad_norms)
     if rows:
-        metrics |= {
-            "ratio_mean": sum(row.ratio_mean * count for row, count in rows) / tokens,
-            "ratio_min": min(row.ratio_min for row, _ in rows),
-            "ratio_max": max(row.ratio_max for row, _ in rows),
-            "clipped_share": sum(row.clipped_share * count for row, count in rows) / tokens,
-            "kl": sum(row.kl * count for row, count in rows) / tokens,
-        }
+        joined = asdict(joined_metrics(rows))
+        del joined["loss_share"]
+        metrics |= {name: value for name, value in joined.items() if value is not None}
     if settings.router_aux_loss:
         metrics["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
         metrics["reference_version"] = float(settings.reference)
-    for name in ("weight_mean", "masked_share"):
-        values = [(getattr(row, name), count) for row, count in rows]
-        if values and values[0][0] is not None:
-            metrics[name] = sum(value * count for value, count in values) / tokens
     odd = sorted(name for name, value in metrics.items() if not math.isfinite(value))
     if odd:
         raise NonFinite(f"{odd[0]} is {metrics[odd[0]]}")

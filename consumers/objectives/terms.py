@@ -138,30 +138,20 @@ def row_metrics(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[R
         means: list[float] = (np.add.reduceat(_numbers(values), starts) / counts).tolist()
         return means
 
-    nothing: list[None] = [None] * len(counts)
-    columns = (
-        mean_of(terms.ratio),
-        np.minimum.reduceat(ratio, starts).tolist(),
-        np.maximum.reduceat(ratio, starts).tolist(),
-        mean_of(terms.clipped),
-        [0.0] * len(counts) if terms.kl is None else mean_of(terms.kl),
-        np.add.reduceat(_numbers(terms.loss.detach() * weights), starts).tolist(),
-        nothing if terms.weight is None else mean_of(terms.weight),
-        nothing if terms.kept is None else mean_of(~terms.kept),
-    )
-    return [
-        RowMetrics(
-            ratio_mean=mean,
-            ratio_min=low,
-            ratio_max=high,
-            clipped_share=clipped,
-            kl=kl,
-            loss_share=loss,
-            weight_mean=weight,
-            masked_share=masked,
-        )
-        for mean, low, high, clipped, kl, loss, weight, masked in zip(*columns, strict=True)
-    ]
+    columns: dict[str, list[float]] = {
+        "ratio_mean": mean_of(terms.ratio),
+        "ratio_min": np.minimum.reduceat(ratio, starts).tolist(),
+        "ratio_max": np.maximum.reduceat(ratio, starts).tolist(),
+        "clipped_share": mean_of(terms.clipped),
+        "kl": [0.0] * len(counts) if terms.kl is None else mean_of(terms.kl),
+        "loss_share": np.add.reduceat(_numbers(terms.loss.detach() * weights), starts).tolist(),
+    }
+    if terms.weight is not None:
+        columns["weight_mean"] = mean_of(terms.weight)
+    if terms.kept is not None:
+        columns["masked_share"] = mean_of(~terms.kept)
+    rows = zip(*columns.values(), strict=True)
+    return [RowMetrics(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
 def _numbers(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

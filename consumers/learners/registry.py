@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from dora_pipe.consumers.learners.with_teacher import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError, install_hint
-from dora_pipe.core.system.own_code import importable, load_attribute, nearest, source_sha256
+from dora_pipe.core.system.own_code import importable, load_kind, need_packages, source_sha256
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
@@ -66,19 +65,8 @@ class LearnerKind:
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
     """Return a trainer's capabilities, importing user code. Raises ConfigError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if not is_own(name):
-        own = f"one of {', '.join(BUILT_IN)}, or module:attribute of your own"
-        raise ConfigError(f"trainer.kind: no trainer `{name}`", hint=nearest(name, BUILT_IN) or own)
-    with importable(directory):
-        factory = load_attribute("trainer.kind", name)
-    if not isinstance(factory, LearnerKind):
-        raise ConfigError(
-            f"trainer.kind: `{name}` is a {type(factory).__name__}, not a LearnerKind",
-            hint="docs/training.md describes trainers",
-        )
-    return factory
+    hint = "docs/training.md describes trainers"
+    return load_kind("trainer.kind", name, LearnerKind, BUILT_IN, directory=directory, hint=hint)
 
 
 def need_learner(config: Config) -> None:
@@ -92,7 +80,7 @@ def need_learner(config: Config) -> None:
             "keeps the states in use",
             hint="remove the key; trainer.batch_parts = 1 in a new run",
         )
-    _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
+    need_packages(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.trainer.optimizer not in kind.optimizers:
         raise ConfigError(
             f"trainer.optimizer: trainer `{name}` has no {config.trainer.optimizer}",
@@ -102,7 +90,7 @@ def need_learner(config: Config) -> None:
         need_optimizer(config.trainer.optimizer)
     need_objective(config)
     if config.teacher.path:
-        _need("teacher.path", TORCH_PACKAGES, TORCH_HINT)
+        need_packages("teacher.path", TORCH_PACKAGES, TORCH_HINT)
     key_of(config)
 
 
@@ -129,7 +117,7 @@ def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
 def need_optimizer(optimizer: OptimizerName) -> None:
     """Raise ConfigError if the optimizer's library is missing."""
     if optimizer == "adamw8bit":
-        _need("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
+        need_packages("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
 
 
 def published_dtype(config: Config, says: str) -> PolicyDtype:
@@ -138,12 +126,6 @@ def published_dtype(config: Config, says: str) -> PolicyDtype:
         return config.policies.dtype
     kind = learner_kind(config.trainer.kind, config.task.directory)
     return "bfloat16" if kind.bfloat16 and says == "bfloat16" else "float32"
-
-
-def _need(who: str, packages: Sequence[str], hint: str) -> None:
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"{who} needs {name}, which is not installed", hint=hint or None)
 
 
 def make_learner(
@@ -183,7 +165,7 @@ class _WithSources:
 
 def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearner:
     """Return a torch learner to rescore log-probs. Raises PolicyError, ConfigError."""
-    _need("scoring", TORCH_PACKAGES, TORCH_HINT)
+    need_packages("scoring", TORCH_PACKAGES, TORCH_HINT)
     trainer = replace(config.trainer, optimizer="adamw", router_aux_loss=0.0)
     plain = replace(config, trainer=trainer)
     return _torch(assets, reference, plain, None)  # Its optimizer is unused.

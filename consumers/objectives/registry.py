@@ -15,7 +15,7 @@ from dora_pipe.config.model import Config, Objective
 from dora_pipe.config.objectives import BUILT_IN, WHOLE, Mask, is_own
 from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_geometric, row_ratios
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.system.own_code import importable, load_attribute
+from dora_pipe.core.system.own_code import load_attribute, load_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,15 +57,10 @@ class ObjectiveKind:
 def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
     """Return an objective, importing user code from `directory`. Raises ConfigError if it is not
     one."""
-    below = "" if is_own(name) else f"{__package__}."
-    reference = name if is_own(name) else BUILT_IN[name].function
-    with importable(directory):
-        loaded = load_attribute(KEY, below + reference)
-    if not below and not isinstance(loaded, ObjectiveKind):
-        raise ConfigError(
-            f"{KEY}: `{name}` is a {type(loaded).__name__}, not an ObjectiveKind",
-            hint="docs/training.md describes objectives",
-        )
+    if is_own(name):
+        hint = "docs/training.md describes objectives"
+        return load_kind(KEY, name, ObjectiveKind, {}, directory=directory, hint=hint)
+    loaded = load_attribute(KEY, f"{__package__}.{BUILT_IN[name].function}")
     return loaded if isinstance(loaded, ObjectiveKind) else ObjectiveKind(terms=loaded)
 
 

@@ -1,21 +1,23 @@
-"""Import of user code by `module:attribute`, with its location and digest."""
+"""Import of user code by `module:attribute`, with its location and digest; optional packages."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, DoraError, one_line
+
+T = TypeVar("T")
 
 TRACEBACK_LINES_MAX: Final = 60
 
@@ -120,6 +122,30 @@ def load_function(key: str, reference: str, error: type[DoraError] = ConfigError
     if not callable(function):
         raise error(f"{key}: `{reference}` is not a function")
     return function
+
+
+def load_kind(
+    key: str, name: str, kind: type[T], built_in: Mapping[str, T], *, directory: str, hint: str
+) -> T:
+    """Return a built-in kind, or that of a module in `directory`. Raises ConfigError."""
+    if name in built_in:
+        return built_in[name]
+    if ":" not in name:
+        own = f"one of {', '.join(built_in)}, or module:attribute of your own"
+        raise ConfigError(f"{key}: there is no `{name}`", hint=nearest(name, built_in) or own)
+    with importable(directory):
+        loaded = load_attribute(key, name)
+    if not isinstance(loaded, kind):
+        what = f"`{name}` is a {type(loaded).__name__}, expected {kind.__name__}"
+        raise ConfigError(f"{key}: {what}", hint=hint)
+    return loaded
+
+
+def need_packages(who: str, packages: Iterable[str], hint: str) -> None:
+    """Raise ConfigError if a package is missing."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{who} needs {name}, which is not installed", hint=hint or None)
 
 
 def source_sha256(reference: str) -> str:

@@ -3,7 +3,6 @@ engine."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.core.errors import ConfigError, install_hint
-from dora_pipe.core.system.own_code import importable, load_attribute, nearest
+from dora_pipe.core.system.own_code import importable, load_kind, need_packages
 from dora_pipe.producers.engines.engine import (
     COUNTER_SAMPLING,
     KV_EXPORT,
@@ -57,33 +56,17 @@ class EngineKind:
 
 def engine_kind(name: str, directory: str = "") -> EngineKind:
     """Return an engine; `directory` contains a user's module. Raises ConfigError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" not in name:
-        own = f"one of {', '.join(BUILT_IN)}, or module:attribute of your own"
-        raise ConfigError(
-            f"workers.engine: no engine `{name}`", hint=nearest(name, BUILT_IN) or own
-        )
-    with importable(directory):
-        kind = load_attribute("workers.engine", name)
-    if not isinstance(kind, EngineKind):
-        raise ConfigError(
-            f"workers.engine: `{name}` is a {type(kind).__name__}, not an EngineKind",
-            hint="docs/engines.md describes engines",
-        )
-    return kind
+    hint = "docs/engines.md describes engines"
+    return load_kind(
+        "workers.engine", name, EngineKind, BUILT_IN, directory=directory, hint=hint
+    )
 
 
 def need_engines(names: Iterable[str], directory: str = "") -> None:
     """Raise ConfigError if a required package is missing."""
     for name in sorted(set(names)):
         kind = engine_kind(name, directory)
-        for package in kind.packages:
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(
-                    f"engine {name!r} needs {package}, which is not installed",
-                    hint=kind.hint or None,
-                )
+        need_packages(f"engine {name!r}", kind.packages, kind.hint)
 
 
 def check_engines(config: Config, names: Iterable[str]) -> None:

@@ -86,7 +86,7 @@ def test_absent_package_is_one_line_with_a_hint(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unknown_engine_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"workers\.engine: no engine `vlm`") as raised:
+    with pytest.raises(ConfigError, match=r"workers\.engine: there is no `vlm`") as raised:
         need_engines(["torch", "vlm"])
     assert raised.value.hint == "did you mean `vllm`?"
 
@@ -115,7 +115,7 @@ def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> No
     [
         (f"{__name__}:absent", "has no `absent`"),
         ("no_such_module:engine", "cannot import `no_such_module`"),
-        (f"{__name__}:Path", "is a type, not an EngineKind"),
+        (f"{__name__}:Path", "is a type, expected EngineKind"),
     ],
 )
 def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:

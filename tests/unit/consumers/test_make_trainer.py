@@ -179,7 +179,7 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         ({"objective": "mine:MINES"}, "objective.kind: `mine` has no `MINES`", "`MINE`"),
         (
             {"objective": "mine:TRAINER"},
-            "is a LearnerKind, not an ObjectiveKind",
+            "is a LearnerKind, expected ObjectiveKind",
             "docs/training.md",
         ),
         (
@@ -191,9 +191,9 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         ({"options": {"beta": -1.0}}, "objective.options: beta is below 0", ""),
         ({"options": {"beta": [1]}}, "objective.options", ""),
         ({"objective": "grpo", "options": {"beta": 1}}, "kind `grpo` does not use it", "own"),
-        ({"trainer": "trch"}, "trainer.kind: no trainer `trch`", "`torch`"),
+        ({"trainer": "trch"}, "trainer.kind: there is no `trch`", "`torch`"),
         ({"trainer": "mine:Trainer"}, "trainer.kind: `mine` has no `Trainer`", ""),
-        ({"trainer": "mine:MINE"}, "not a LearnerKind", "training.md"),
+        ({"trainer": "mine:MINE"}, "expected LearnerKind", "training.md"),
         ({"trainer": "mine:TRAINER", "every": "5"}, "reference_every: trainer", "moving_reference"),
     ],
 )

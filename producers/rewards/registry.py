@@ -22,7 +22,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
-from dora_pipe.core.system.own_code import load_attribute, nearest
+from dora_pipe.core.system.own_code import load_function, nearest
 from dora_pipe.producers.rewards.arguments import (
     Bound,
     Function,
@@ -253,10 +253,8 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
         ask = bind(where, chosen.open(where, context), {})
         check = chosen.check_answer if "answer" in ask.takes else check
     elif ":" in use.use:
-        function = load_attribute(key, use.use, TaskError)
+        function = load_function(key, use.use, TaskError)
         sources = (function,)
-        if not callable(function):
-            raise TaskError(f"{where} is not a function")
         if inspect.isclass(function):
             function, options = _build(where, function, options), {}
         ask = bind(where, function, options, group=use.group)

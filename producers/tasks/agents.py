@@ -24,7 +24,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.system.linux import die_with
-from dora_pipe.core.system.own_code import load_attribute
+from dora_pipe.core.system.own_code import load_function
 from dora_pipe.producers.tasks.execution import call_in_thread
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.task import Reward, Row, Task
@@ -77,9 +77,7 @@ def open_agent(config: model.Task, task: Task) -> Agent | None:
 
 
 def _function_agent(reference: str) -> Agent:
-    function: Callable[..., Any] = load_attribute("task.agent", reference, TaskError)
-    if not callable(function):
-        raise ConfigError(f"task.agent: `{reference}` is not a function")
+    function: Callable[..., Any] = load_function("task.agent", reference, TaskError)
     parameters = inspect.signature(function).parameters.values()
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {

@@ -51,7 +51,6 @@ class EngineKind:
     gpus: bool = True
     lora_rank_max: int | None = None
     """Maximum adapter rank; None: unlimited."""
-    routes: bool = False
 
 
 def engine_kind(name: str, directory: str = "") -> EngineKind:
@@ -76,11 +75,6 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         kind = engine_kind(name, config.task.directory)
         if name == VLLM:
             check_args(config.workers.vllm.args)
-        if config.sampling.return_routed_experts and not kind.routes:
-            raise ConfigError(
-                f"sampling.return_routed_experts: engine `{name}` does not report routed experts",
-                hint="workers.engine = 'torch' or 'vllm', or remove the key",
-            )
         if (
             config.sampling.return_routed_experts
             and name == VLLM
@@ -230,7 +224,6 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         hint=install_hint("torch"),
         check_model=_check_torch_model,
         gpus=False,
-        routes=True,
     ),
     "vllm": EngineKind(
         open=_open_vllm,
@@ -238,6 +231,5 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         hint=VLLM_HINT,
         check_model=_check_vllm_model,
         lora_rank_max=VLLM_RANK_MAX,
-        routes=True,
     ),
 }

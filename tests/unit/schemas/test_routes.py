@@ -19,7 +19,8 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import BUILT_IN as TRAINERS
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.errors import ConfigError, SchemaError
-from dora_pipe.producers.engines.registry import BUILT_IN, check_engines
+from dora_pipe.producers.engines.registry import check_capabilities, check_engines
+from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX
 from dora_pipe.producers.worker.sequence import TokenSequence, sequence_of
@@ -260,7 +261,6 @@ def config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(file, ["sampling.return_routed_experts=true", *overrides])
 
 
-SILENT = replace(BUILT_IN["torch"], routes=False)
 OWN_TRAINER = replace(TRAINERS["torch"], routes=False)
 
 
@@ -270,9 +270,9 @@ def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     ):
         config(tmp_path, "staleness.partial_rollout=true")
     with pytest.raises(
-        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not report"
+        ConfigError, match=r"sampling\.return_routed_experts: engine simulated does not report"
     ):
-        check_engines(config(tmp_path), [f"{__name__}:SILENT"])
+        check_capabilities(SimulatedEngine(slots=1, context_tokens=8), config(tmp_path))
     graphs = config(tmp_path, "workers.vllm.enforce_eager=false")
     with pytest.raises(
         ConfigError, match=r"sampling\.return_routed_experts: vLLM's compiled graphs report no"

@@ -51,7 +51,7 @@ class ThreadPort:
             for effect in get_args(TrainerEffect)
         ]
         self._publisher = EffectRunner[TrainerEffect, TrainerEvent](
-            "trainer-publishing", handlers, asked_max=1
+            "trainer-publishing", handlers, asked_max=1, close_s=CLOSE_S, finish=False
         )
         self._runner = EffectRunner[TrainerEffect, TrainerEvent](
             "trainer-work",
@@ -61,6 +61,8 @@ class ThreadPort:
             around=self._opened(),
             idle=self._idle,
             idle_s=READ_AHEAD_EVERY_S,
+            close_s=CLOSE_S,
+            finish=False,
         )
 
     @property
@@ -81,8 +83,8 @@ class ThreadPort:
 
     def close(self) -> None:
         """Stop the threads between two events; idempotent."""
-        self._publisher.close(wait_s=CLOSE_S, finish=False)
-        self._runner.close(wait_s=CLOSE_S, finish=False)
+        self._publisher.close()
+        self._runner.close()
 
     # In the threads
 

@@ -96,9 +96,11 @@ class EffectRunner(Generic[Effect, Event]):
         around: AbstractContextManager[Any] | None = None,
         idle: Callable[[], Iterable[Event]] | None = None,
         idle_s: float | None = None,
+        close_s: float = CLOSE_S,
+        finish: bool = True,
     ) -> None:
         """Create a runner; a thread enters `around` at once and calls `idle` every `idle_s` without
-        effects."""
+        effects. `close` takes up to `close_s`, after all queued effects with `finish`."""
         self._name = name
         self._handlers = {handler.effect: handler for handler in handlers}
         self._in_thread = in_thread
@@ -107,6 +109,8 @@ class EffectRunner(Generic[Effect, Event]):
         self._around = around
         self._idle = idle
         self._idle_s = idle_s
+        self._close_s = close_s
+        self._finish = finish
         self._turn = threading.Condition()
         self._asked: deque[Effect] = deque()
         self._events: deque[Event] = deque()
@@ -163,17 +167,14 @@ class EffectRunner(Generic[Effect, Event]):
             if self._open and not self._events:
                 self._turn.wait(seconds)
 
-    def close(self, *, wait_s: float = CLOSE_S, finish: bool = True) -> None:
-        """End the thread, after all queued effects with `finish`; idempotent.
-
-        A thread that takes longer than `wait_s` dies with the process.
-        """
+    def close(self) -> None:
+        """End the thread; idempotent. A thread that takes too long dies with the process."""
         with self._turn:
-            self._closing, self._leave_asked = True, self._leave_asked or not finish
+            self._closing, self._leave_asked = True, not self._finish
             self._turn.notify_all()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(wait_s)
+            thread.join(self._close_s)
             if thread.is_alive():
                 LOG.warning("thread %s is still busy and ends with the process", self._name)
 
@@ -246,7 +247,9 @@ class BackgroundWriter:
     def __init__(self, inner: Writer) -> None:
         self._inner = inner
         handler = Handler(_AppendLossy, self._append, lambda effect, error: [error])
-        self._runner = EffectRunner[_AppendLossy, Exception]("status", [handler], asked_max=1)
+        self._runner = EffectRunner[_AppendLossy, Exception](
+            "status", [handler], asked_max=1, close_s=CLOSE_LIMIT_S
+        )
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Return at once without offsets. Raises the error of the last append."""
@@ -260,7 +263,7 @@ class BackgroundWriter:
 
     def close(self) -> None:
         """Wait shortly for the running append, then close."""
-        self._runner.close(wait_s=CLOSE_LIMIT_S)
+        self._runner.close()
         self._inner.close()
 
     def _append(self, effect: _AppendLossy) -> Iterable[BusError]:

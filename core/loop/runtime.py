@@ -306,7 +306,7 @@ class Runtime(Generic[Effect, Event]):
             for kind in (ReadLog, AppendRecords)
         ]
         self._log_runner = EffectRunner[ReadLog | AppendRecords, _LogEvent | Exception](
-            "log", handlers, in_thread=background, asked_max=LOG_EFFECTS_MAX
+            "log", handlers, in_thread=background, asked_max=LOG_EFFECTS_MAX, finish=False
         )
         self._events: list[LoopEvent] = []
         self._held: list[Publish] = []
@@ -370,7 +370,7 @@ class Runtime(Generic[Effect, Event]):
     def close(self) -> None:
         if self._port is not None:
             self._port.close()
-        self._log_runner.close(finish=False)
+        self._log_runner.close()
         self._log.close()
 
     def _collect(self) -> tuple[list[LoopEvent | Event], bool]:

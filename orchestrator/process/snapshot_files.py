@@ -138,34 +138,16 @@ WAITING_MAX: Final = 1
 TEMPORARY: Final = ".tmp"
 
 
-class SnapshotPort:
-    """`core.loop.runtime.Port` that skips snapshots while busy."""
-
-    busy = False
+class SnapshotPort(EffectRunner[WriteSnapshot, Never]):
+    """Skips snapshots while busy."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._folder = folder
-        self._run = run
-        handler = Handler(WriteSnapshot, self._write, _left_out)
-        self._runner = EffectRunner[WriteSnapshot, Never](
-            "snapshots", [handler], asked_max=WAITING_MAX
-        )
+        def written(effect: WriteSnapshot) -> Iterable[Never]:
+            write(folder, run, effect)
+            return ()
 
-    def start(self, effect: WriteSnapshot) -> None:
-        """Start writing if idle."""
-        self._runner.start(effect)
-
-    def poll(self) -> list[Never]:
-        """Return no events."""
-        return self._runner.poll()
-
-    def close(self) -> None:
-        """Wait briefly for a running write; idempotent."""
-        self._runner.close(wait_s=CLOSE_S)
-
-    def _write(self, effect: WriteSnapshot) -> Iterable[Never]:
-        write(self._folder, self._run, effect)
-        return ()
+        handler = Handler[WriteSnapshot, Never](WriteSnapshot, written, _left_out)
+        super().__init__("snapshots", [handler], asked_max=WAITING_MAX, close_s=CLOSE_S)
 
 
 def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Never]:

@@ -32,8 +32,8 @@ PAUSE_S: Final = 0.02
 CLOSE_S: Final = 5.0
 
 
-class TrimPort:
-    """`core.loop.runtime.Port` that opens the log for every trim."""
+class TrimPort(EffectRunner[TrimMetrics, MetricsTrimmed]):
+    """Opens the log for every trim; stops after the current piece."""
 
     def __init__(
         self, open_bus: Callable[[], Bus], *, sleep: Callable[[float], None], in_thread: bool = True
@@ -41,24 +41,9 @@ class TrimPort:
         self._open_bus = open_bus
         self._sleep = sleep
         handler = Handler(TrimMetrics, self._trim, _later)
-        self._runner = EffectRunner[TrimMetrics, MetricsTrimmed](
-            "trim", [handler], asked_max=1, in_thread=in_thread
+        super().__init__(
+            "trim", [handler], asked_max=1, in_thread=in_thread, close_s=CLOSE_S, finish=False
         )
-
-    @property
-    def busy(self) -> bool:
-        return self._runner.busy
-
-    def start(self, effect: TrimMetrics) -> None:
-        """Start the trim."""
-        self._runner.start(effect)
-
-    def poll(self) -> list[MetricsTrimmed]:
-        return self._runner.poll()
-
-    def close(self) -> None:
-        """Stop after the current piece; idempotent."""
-        self._runner.close(wait_s=CLOSE_S, finish=False)
 
     def _trim(self, effect: TrimMetrics) -> Iterator[MetricsTrimmed | None]:
         pieces = 0

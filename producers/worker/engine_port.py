@@ -108,11 +108,11 @@ class EnginePort:
         self._file = Path()  # current or last loaded
         fetch = Handler[LoadWeights, _Fetched | LoadFailed](LoadWeights, self._fetch, _not_loaded)
         self._fetching = EffectRunner[LoadWeights, _Fetched | LoadFailed](
-            "fetch-weights", [fetch], in_thread=in_thread
+            "fetch-weights", [fetch], in_thread=in_thread, close_s=CLOSE_S
         )
         load = Handler[LoadWeights, EnginePortEvent](LoadWeights, self._load, _not_loaded)
         self._loading = EffectRunner[LoadWeights, EnginePortEvent](
-            "load-weights", [load], in_thread=in_thread
+            "load-weights", [load], in_thread=in_thread, close_s=CLOSE_S
         )
 
     def start(self, effect: EngineEffect) -> None:
@@ -149,8 +149,8 @@ class EnginePort:
 
     def close(self) -> None:
         """Wait up to `CLOSE_S` for weights; the creator of the engine closes it."""
-        self._fetching.close(wait_s=CLOSE_S)
-        self._loading.close(wait_s=CLOSE_S)
+        self._fetching.close()
+        self._loading.close()
 
     def _take_fetched(self) -> None:
         for event in self._fetching.poll():

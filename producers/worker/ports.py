@@ -23,7 +23,6 @@ from dora_pipe.core.errors import (
     reason,
 )
 from dora_pipe.core.loop.effect_runner import (
-    CLOSE_S,
     EffectRunner,
     Handler,
     attempt,
@@ -359,10 +358,7 @@ class RecordPort(EffectRunner[RecordEffect, RecordEvent]):
             Handler[FetchProgress, RecordEvent](FetchProgress, self._fetch_progress, _no_progress),
             Handler[FetchGroup, RecordEvent](FetchGroup, self._fetch_group, _no_group),
         ]
-        super().__init__("records", handlers, in_thread=in_thread)
-
-    def close(self, *, wait_s: float = CLOSE_S, finish: bool = False) -> None:
-        super().close(wait_s=wait_s, finish=finish)
+        super().__init__("records", handlers, in_thread=in_thread, finish=False)
 
     def _fetch_progress(self, effect: FetchProgress) -> Iterator[ProgressFetched]:
         chunks: deque[AnyProgress] = deque()

@@ -130,12 +130,12 @@ def test_closing_at_once_leaves_the_thread_between_two_events() -> None:
             second.set()
             time.sleep(0.001)
 
-    runner = EffectRunner[Say, Said]("test", [Handler(Say, endless, ends_role)])
+    runner = EffectRunner[Say, Said]("test", [Handler(Say, endless, ends_role)], finish=False)
     runner.start(Say("a"))
     assert second.wait(WAIT_S)
     began_s = time.monotonic()
-    runner.close(finish=False)
-    runner.close(finish=False)
+    runner.close()
+    runner.close()
     assert time.monotonic() - began_s < WAIT_S / 2
 
 

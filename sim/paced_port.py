@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from dora_pipe.config.logged import MINIBATCHES
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
@@ -102,7 +102,7 @@ class WorkingPort(PacedPort):
         super().start(effect)
 
 
-class TrainerPorts(PortGroup[TrainerEvent]):
+class TrainerPorts(PortGroup[TrainerEffect, TrainerEvent]):
     """Separate ports for work and publishing, as in production."""
 
     def __init__(
@@ -113,11 +113,8 @@ class TrainerPorts(PortGroup[TrainerEvent]):
         again_ns: int,
     ) -> None:
         work, publishing = InlinePort(handlers), InlinePort(handlers, reads_ahead=False)
-        self._publishing = PublishingPort(publishing, clock, delay_ns, again_ns)
-        self._working = WorkingPort(work, clock, delay_ns, again_ns, self._publishing)
+        publishing_port = PublishingPort(publishing, clock, delay_ns, again_ns)
+        working_port = WorkingPort(work, clock, delay_ns, again_ns, publishing_port)
         self.cached = work.cached
-        super().__init__(self._working, self._publishing)
-
-    def start(self, effect: TrainerEffect) -> None:
-        port = self._publishing if isinstance(effect, PublishPolicy) else self._working
-        port.start(effect)
+        ports = dict.fromkeys(get_args(TrainerEffect), working_port)
+        super().__init__({**ports, PublishPolicy: publishing_port})

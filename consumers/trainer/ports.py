@@ -37,9 +37,7 @@ class ThreadPort:
     `open_handlers` is entered in the first thread, with its own bus.
     """
 
-    def __init__(
-        self, open_handlers: Callable[[], AbstractContextManager[EffectHandlers]]
-    ) -> None:
+    def __init__(self, open_handlers: Callable[[], AbstractContextManager[EffectHandlers]]) -> None:
         self._open_handlers = open_handlers
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None

@@ -193,9 +193,7 @@ def _opened_handlers(
         yield handlers
 
 
-def _make(
-    factory: LearnerFactory, store: PolicyStore, run: RunStarted, config: Config
-) -> Learner:
+def _make(factory: LearnerFactory, store: PolicyStore, run: RunStarted, config: Config) -> Learner:
     assets = store.assets(run.assets_digest)
     if not assets.is_dir():
         raise PolicyError(

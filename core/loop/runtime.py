@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, Never, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import first_kept, is_trimmed
@@ -86,11 +86,17 @@ class Port(Protocol[EffectIn, EventOut]):
     def close(self) -> None: ...
 
 
-class PortGroup(Generic[Event]):
-    """Ports polled in order as one; a subclass selects the port of an effect."""
+class PortGroup(Generic[Effect, Event]):
+    """Ports polled in order as one; the `key` of an effect, by default its type, selects one."""
 
-    def __init__(self, *ports: Port[Never, Event] | None) -> None:
-        self.ports = tuple(port for port in ports if port is not None)
+    def __init__(
+        self, ports: Mapping[Any, Port[Any, Event]], key: Callable[[Any], Any] = type
+    ) -> None:
+        self._of, self._key = ports, key
+        self.ports = tuple(dict.fromkeys(ports.values()))
+
+    def start(self, effect: Effect) -> None:
+        self._of[self._key(effect)].start(effect)
 
     def poll(self) -> list[Event]:
         return [event for port in self.ports for event in port.poll()]

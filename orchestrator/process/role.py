@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dora_pipe.bus.base import ends_of
 from dora_pipe.bus.bus import Bus, Writer
@@ -18,7 +18,7 @@ from dora_pipe.config.model import Timing
 from dora_pipe.core.errors import RunHalted, UsageError
 from dora_pipe.core.loop.effect_runner import BackgroundWriter
 from dora_pipe.core.loop.run_lifecycle import await_stable_offset
-from dora_pipe.core.loop.runtime import Meter, PortGroup, Runtime
+from dora_pipe.core.loop.runtime import Meter, Port, PortGroup, Runtime
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers
@@ -28,7 +28,7 @@ from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
 from dora_pipe.orchestrator.process.trim_port import TrimPort
 from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, WriteSnapshot
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.trimming import MetricsTrimmed
+from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -84,6 +84,11 @@ def run_orchestrator(
     LogTruncated if the log was changed, BusError, ConfigError of `samplers`.
     """
     meter = Meter()
+    ports: dict[type, Port[Any, MetricsTrimmed]] = {}
+    if snapshots is not None:
+        ports[WriteSnapshot] = SnapshotPort(snapshots, topics.run)
+    if trimmed is not None:
+        ports[TrimMetrics] = TrimPort(trimmed.open_bus, sleep=clock.sleep)
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
     status = BackgroundWriter(bus.writer())
     try:
@@ -105,10 +110,7 @@ def run_orchestrator(
             machine,
             bus=bus,
             writer=writer,
-            port=OrchestratorPorts(
-                None if snapshots is None else SnapshotPort(snapshots, topics.run),
-                None if trimmed is None else TrimPort(trimmed.open_bus, sleep=clock.sleep),
-            ),
+            port=PortGroup[OrchestratorEffect, MetricsTrimmed](ports),
             clock=clock,
             meter=meter,
             exclusive=True,
@@ -128,22 +130,6 @@ def _unless_halted(state: State, run: str) -> State:
     if halted := state.failures.halted:
         raise RunHalted(f"{run}: {halted}", hint=HALTED_HINT)
     return state
-
-
-class OrchestratorPorts(PortGroup[MetricsTrimmed]):
-    """Ports of the orchestrator; the machine uses only those that it was started with."""
-
-    def __init__(self, snapshots: SnapshotPort | None, trims: TrimPort | None) -> None:
-        super().__init__(snapshots, trims)
-        self._snapshots, self._trims = snapshots, trims
-
-    def start(self, effect: OrchestratorEffect) -> None:
-        if isinstance(effect, WriteSnapshot):
-            assert self._snapshots is not None
-            self._snapshots.start(effect)
-        else:
-            assert self._trims is not None
-            self._trims.start(effect)
 
 
 def start_machine(

@@ -56,9 +56,7 @@ class EngineKind:
 def engine_kind(name: str, directory: str = "") -> EngineKind:
     """Return an engine; `directory` contains a user's module. Raises ConfigError."""
     hint = "docs/engines.md describes engines"
-    return load_kind(
-        "workers.engine", name, EngineKind, BUILT_IN, directory=directory, hint=hint
-    )
+    return load_kind("workers.engine", name, EngineKind, BUILT_IN, directory=directory, hint=hint)
 
 
 def need_engines(names: Iterable[str], directory: str = "") -> None:

@@ -449,9 +449,7 @@ class WorkerMachine:
             episodes_replayed=requests.counts[EPISODES_REPLAYED],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
-        requests.out.publish += self._schedule.publish(
-            status, to, now.mono_ns, self._delta.shorten
-        )
+        requests.out.publish += self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)
 
     def _publish(self, topic: str, record: msgspec.Struct) -> None:
         append = Append(topic=topic, key=self.setup.worker.encode(), value=encode(record))

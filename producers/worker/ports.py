@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, Final, Never, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Final, Never, Protocol, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -257,18 +258,14 @@ def prompt_of(
     return chat.start(event.messages, event.tools)
 
 
-class TaskPorts(PortGroup[TaskEvent]):
+class TaskPorts(PortGroup[TaskEffect, TaskEvent]):
     """Task ports of a worker, selected by the `source` of a call."""
 
     def __init__(self, ports: Mapping[str, TaskPort]) -> None:
-        super().__init__(*dict.fromkeys(ports.values()))
-        self._of = ports
-
-    def start(self, effect: TaskEffect) -> None:
-        self._of[effect.source].start(effect)
+        super().__init__(ports, key=attrgetter("source"))
 
 
-class WorkerPorts(PortGroup[WorkerEvent]):
+class WorkerPorts(PortGroup[WorkerEffect, WorkerEvent]):
     def __init__(
         self,
         *,
@@ -278,22 +275,16 @@ class WorkerPorts(PortGroup[WorkerEvent]):
         handover: Port[HandoverEffect, HandoverEvent],
         engine: Port[EngineEffect, EnginePortEvent],
     ) -> None:
-        super().__init__(tasks, sessions, records, handover, engine)
-        self._tasks, self._sessions, self._records = tasks, sessions, records
-        self._handover, self._engine = handover, engine
-
-    def start(self, effect: WorkerEffect) -> None:
-        if isinstance(effect, EngineEffect):
-            self._engine.start(effect)
-        elif isinstance(effect, TaskEffect):
-            self._tasks.start(effect)
-        elif isinstance(effect, SessionEffect):
-            assert self._sessions is not None, "a source with an agent has an endpoint"
-            self._sessions.start(effect)
-        elif isinstance(effect, RecordEffect):
-            self._records.start(effect)
-        else:
-            self._handover.start(effect)
+        ports: tuple[tuple[Any, Port[Any, WorkerEvent] | None], ...] = (
+            (TaskEffect, tasks),
+            (SessionEffect, sessions),  # only a source with an agent has an endpoint
+            (RecordEffect, records),
+            (HandoverEffect, handover),
+            (EngineEffect, engine),
+        )
+        super().__init__(
+            {kind: port for kinds, port in ports if port is not None for kind in get_args(kinds)}
+        )
 
 
 class HandoverPort(EffectRunner[HandoverEffect, HandoverEvent]):

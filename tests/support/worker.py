@@ -16,7 +16,7 @@ from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import AgentCall
-from dora_pipe.producers.worker.effects import WorkerEffect
+from dora_pipe.producers.worker.effects import OpenSession, WorkerEffect
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
 from dora_pipe.producers.worker.machine import WorkerMachine
@@ -123,8 +123,7 @@ class PortsOfAgents(WorkerPorts):
 
     def start(self, effect: WorkerEffect) -> None:
         if isinstance(effect, AgentCall):
-            sessions: Any = self._sessions
-            sessions.start(effect)
+            self._of[OpenSession].start(effect)
         else:
             super().start(effect)
 

@@ -20,7 +20,7 @@ from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator.process import trim_port
-from dora_pipe.orchestrator.process.role import Instance, OrchestratorPorts, start_machine
+from dora_pipe.orchestrator.process.role import Instance, start_machine
 from dora_pipe.orchestrator.process.trim_port import GRAIN, TrimPort, cut_of
 from dora_pipe.orchestrator.trimming import (
     GUARD_NS_MIN,
@@ -213,9 +213,7 @@ def runtime_of(
         machine,
         bus=bus,
         writer=writer,
-        port=OrchestratorPorts(
-            None, TrimPort(lambda: MemoryBus(bus.log), sleep=clock.sleep, in_thread=False)
-        ),
+        port=TrimPort(lambda: MemoryBus(bus.log), sleep=clock.sleep, in_thread=False),
         clock=clock,
         meter=meter,
         exclusive=True,

@@ -174,10 +174,9 @@ class RequestTable:
     def ask(self, effect: WorkerEffect) -> None:
         self.out.effects.append(effect)
 
-    def publish_control(self, key: str, record: Control, *, tag: str = "") -> None:
-        """Publish a control record; a tag requests an acknowledgement."""
+    def publish_control(self, key: str, record: Control) -> None:
         append = Append(topic=self.setup.topics.control, key=key.encode(), value=encode(record))
-        self.out.publish.append(Publish(record=append, tag=tag))
+        self.out.publish.append(Publish(record=append))
 
     def report(self, now: Now) -> None:
         for (version, digest), entries in self.logged.items():

@@ -84,11 +84,6 @@ def run_orchestrator(
     LogTruncated if the log was changed, BusError, ConfigError of `samplers`.
     """
     meter = Meter()
-    ports: dict[type, Port[Any, MetricsTrimmed]] = {}
-    if snapshots is not None:
-        ports[WriteSnapshot] = SnapshotPort(snapshots, topics.run)
-    if trimmed is not None:
-        ports[TrimMetrics] = TrimPort(trimmed.open_bus, sleep=clock.sleep)
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
     status = BackgroundWriter(bus.writer())
     try:
@@ -110,7 +105,7 @@ def run_orchestrator(
             machine,
             bus=bus,
             writer=writer,
-            port=PortGroup[OrchestratorEffect, MetricsTrimmed](ports),
+            port=_ports(topics.run, snapshots, trimmed, clock),
             clock=clock,
             meter=meter,
             exclusive=True,
@@ -124,6 +119,17 @@ def run_orchestrator(
     finally:
         status.close()
         writer.close()
+
+
+def _ports(
+    run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
+) -> PortGroup[OrchestratorEffect, MetricsTrimmed]:
+    ports: dict[type, Port[Any, MetricsTrimmed]] = {}
+    if snapshots is not None:
+        ports[WriteSnapshot] = SnapshotPort(snapshots, run)
+    if trimmed is not None:
+        ports[TrimMetrics] = TrimPort(trimmed.open_bus, sleep=clock.sleep)
+    return PortGroup(ports)
 
 
 def _unless_halted(state: State, run: str) -> State:

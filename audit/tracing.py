@@ -11,11 +11,12 @@ from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.spans import Content, contents_of, group_spans, step_spans
+from dora_pipe.observe.traces.spans import contents_of, group_spans, step_spans
 from dora_pipe.observe.traces.tree import Row
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
 
 
 class History:
@@ -88,7 +89,7 @@ class Traces:
         started = self._history.account.started
         return None if started is None else run_facts(started)
 
-    def _contents(self, ended: GroupEnded) -> dict[str, Content]:
+    def _contents(self, ended: GroupEnded) -> dict[str, Trajectory]:
         with closing(PlaceReader(self._bus, self._topics.trajectories)) as reader:
             return contents_of(reader, ended.group.results, self.damage)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.ledger.calls import call_rows
 from dora_pipe.ledger.history import Attempt, RequestHistory
-from dora_pipe.ledger.tables import CallRow
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (
@@ -36,55 +35,29 @@ from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Described, Segment, Times
+from dora_pipe.schemas.trajectory import Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 PROVIDER: Final = "dora-pipe"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    segments: tuple[Segment, ...]
-    times: Times
-    prompt_tokens: int
-    migrations: int
-    reward_error: str
-    error: str
-    starts: tuple[int, ...] = ()
-    """Start of each context after the first."""
-    calls: tuple[CallRow, ...] = ()
-    called: tuple[int, ...] = ()
-    """Start of the sampled tokens of each call."""
-
-
-def content_of(trajectory: Described) -> Content:
-    """Return the fields of a record that traces use."""
-    meta = trajectory.meta
-    return Content(
-        segments=tuple(trajectory.segments),
-        times=meta.times,
-        prompt_tokens=meta.prompt_tokens,
-        migrations=meta.migrations,
-        reward_error=meta.reward_error or "",
-        error=meta.error or "",
-        starts=tuple(context.start for context in meta.contexts),
-        calls=tuple(call_rows(trajectory)),
-        called=tuple(call.start for call in meta.calls),
-    )
+_NO_ARRAYS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("token_ids", "logprobs", "sampler_logprobs", "loss_mask"), ()),
+    "routed_experts": None,
+}
 
 
 def contents_of(
     reader: PlaceReader, named: Iterable[TrajectoryLogged], damage: Damage
-) -> dict[str, Content]:
-    """Return the contents of readable records by trajectory; record others in `damage`."""
-    contents: dict[str, Content] = {}
+) -> dict[str, Trajectory]:
+    """Return readable records by trajectory, without arrays; record others in `damage`."""
+    contents: dict[str, Trajectory] = {}
     for record, logged in reader.named(named, damage):
         with suppress(SchemaError):  # reported by audit
             value = view_trajectory(record.value)
             if value.trajectory == logged.trajectory or damage.is_sound(
                 fingerprint_of(record, value_of=value.trajectory), logged
             ):
-                contents[logged.trajectory] = content_of(value)
+                contents[logged.trajectory] = replace(value, **_NO_ARRAYS)
     return contents
 
 
@@ -118,7 +91,7 @@ class _Sample:
             names.TRAJECTORY: request.trajectory,
             names.CONVERSATION: request.trajectory,
             names.ATTEMPTS: len(request.attempts),
-            names.MIGRATIONS: None if content is None else content.migrations,
+            names.MIGRATIONS: None if content is None else content.meta.migrations,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,
             names.OUTCOME: self._unawaited_outcome,
@@ -147,7 +120,7 @@ class _Sample:
         if self._request.logged is None:
             open_yet = self._ended.outcome == "open"
             return "" if open_yet else self._request.attempts[-1].why or self._ended.why
-        return "" if self._content is None else self._content.error
+        return "" if self._content is None else self._content.meta.error or ""
 
     @property
     def _unfinished(self) -> str:
@@ -170,7 +143,7 @@ class _Sample:
         content = self._content
         until_ns = attempt.ended_ns or self._ended.ended_ns
         if attempt.outcome == "logged" and content is not None:
-            until_ns = content.times.finished or until_ns
+            until_ns = content.meta.times.finished or until_ns
         times = self._cursor.to(until_ns)
         about = self._request.trajectory, attempt.attempt
         first_ns = self._segments.first_token(times[1])
@@ -219,7 +192,7 @@ class _Sample:
         )
         total = None if logged is None else logged.tokens
         return {
-            names.INPUT: None if content is None else content.prompt_tokens,
+            names.INPUT: None if content is None else content.meta.prompt_tokens,
             names.OUTPUT: total if content is None else sampled,
             names.FINISH: None if logged is None else (logged.finish,),
             names.ATTEMPT: attempt.attempt,
@@ -266,11 +239,11 @@ class _Sample:
         self, segments: list[Segment], parent: str, times: tuple[int, int], about: tuple[str, int]
     ) -> None:
         content = self._content
-        if content is None or not content.calls:
+        if content is None:
             return
         sampled = {segment.start for segment in segments if segment.kind == "model"}
-        for start, call in zip(content.called, content.calls, strict=True):
-            if start not in sampled:
+        for made, call in zip(content.meta.calls, call_rows(content), strict=True):
+            if made.start not in sampled:
                 continue
             attrs: Attributes = {
                 names.OPERATION: "chat",
@@ -288,14 +261,14 @@ class _Sample:
 
     def _published(self, logged: TrajectoryLogged) -> None:
         content = self._content
-        if content is not None and content.times.rewarded is not None:
+        if content is not None and content.meta.times.rewarded is not None:
             self._builder.add(
                 "reward",
                 self._name,
-                self._cursor.to(content.times.rewarded),
+                self._cursor.to(content.meta.times.rewarded),
                 {names.REWARD: logged.reward},
                 logged.trajectory,
-                error=content.reward_error,
+                error=content.meta.reward_error or "",
                 error_type="invalid",
             )
         attrs = self._builder.message("append", "send", Topics(self._run.key.run).trajectories)
@@ -315,15 +288,15 @@ class _Sample:
 class _Segments:
     """Assign the segments of a record to the attempts that made them."""
 
-    def __init__(self, content: Content | None) -> None:
+    def __init__(self, content: Trajectory | None) -> None:
         self.content = content
         self._pending = (
             [] if content is None else [s for s in content.segments if s.kind != "prompt"]
         )
-        if content is not None and content.starts:
+        if content is not None and content.meta.contexts:
             # They are ordered by context, but attempts differ by time.
             self._pending.sort(key=lambda segment: segment.start_ns)
-        self._first_ns = None if content is None else content.times.first_token
+        self._first_ns = None if content is None else content.meta.times.first_token
 
     def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
         """Return the segments of an attempt, up to its worker's last; the last attempt takes the
@@ -343,7 +316,8 @@ class _Segments:
         return taken
 
     def context_of(self, segment: Segment) -> int | None:
-        starts = () if self.content is None else self.content.starts
+        contexts = () if self.content is None else self.content.meta.contexts
+        starts = [context.start for context in contexts]
         return bisect_right(starts, segment.start) if starts else None
 
     def first_token(self, until_ns: int) -> int | None:
@@ -372,7 +346,7 @@ def _float(value: Any) -> float | None:
 
 
 def group_spans(
-    run: RunFacts, ended: GroupEnded, contents: Mapping[str, Content], *, sampled: str = "all"
+    run: RunFacts, ended: GroupEnded, contents: Mapping[str, Trajectory], *, sampled: str = "all"
 ) -> list[Span]:
     """Return the trace of an ended group, parents first.
 
@@ -385,7 +359,7 @@ def group_spans(
 @dataclass(frozen=True, slots=True)
 class _Group:
     ended: GroupEnded
-    contents: Mapping[str, Content]
+    contents: Mapping[str, Trajectory]
     builder: SpanBuilder
 
     @property

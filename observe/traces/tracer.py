@@ -21,10 +21,11 @@ from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEn
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.spans import Content, contents_of, group_spans, step_spans
+from dora_pipe.observe.traces.spans import contents_of, group_spans, step_spans
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
 
 Ended = GroupEnded | StepEnded
 
@@ -179,7 +180,7 @@ class Tracer:
                     yield event, why
 
     def _spans(
-        self, run: RunFacts, event: Ended, why: Why, contents: Mapping[str, Content]
+        self, run: RunFacts, event: Ended, why: Why, contents: Mapping[str, Trajectory]
     ) -> list[Span]:
         if isinstance(event, StepEnded):
             return step_spans(run, event)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from dora_pipe.ledger.account import GroupEnded, LedgerEvent, RunAccount, StepEnded
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
-from dora_pipe.observe.traces.spans import Content
 from dora_pipe.schemas.control import (
     AnyControl,
     LoggedEntry,
@@ -31,7 +30,8 @@ from dora_pipe.schemas.rounds import (
     ScheduledSample,
     TakeBatch,
 )
-from dora_pipe.schemas.trajectory import Segment, Times
+from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
+from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.support.orchestrator_records import (
     committed,
     joined,
@@ -213,46 +213,51 @@ def whole() -> AccountStage:
     return stage.fact(commit(1000))
 
 
-def contents() -> dict[str, Content]:
+def contents() -> dict[str, Trajectory]:
     return {
-        FIRST: Content(
-            segments=(
+        FIRST: _record(
+            (
                 _segment("prompt", 0, 5, 110, 111),
                 _segment("model", 5, 15, 120, 180, worker="w0", incarnation=W0),
                 _segment("tool", 15, 17, 180, 230, tool="calculator"),
                 _segment("model", 17, 27, 240, 330, turn=1, worker="w0", incarnation=W0),
             ),
-            times=Times(
+            Times(
                 scheduled=at(105),
                 started=at(120),
                 first_token=at(130),
                 finished=at(330),
                 rewarded=at(350),
             ),
-            prompt_tokens=5,
-            migrations=0,
-            reward_error="",
-            error="",
         ),
-        SECOND: Content(
-            segments=(
+        SECOND: _record(
+            (
                 _segment("prompt", 0, 5, 151, 152),
                 _segment("model", 5, 12, 160, 320, worker="w1", incarnation=W1),
                 _segment("model", 12, 25, 420, 640, worker="w0", incarnation=W0),
             ),
-            times=Times(
+            Times(
                 scheduled=at(410),
                 started=at(420),
                 first_token=at(170),
                 finished=at(640),
                 rewarded=at(660),
             ),
-            prompt_tokens=5,
             migrations=1,
-            reward_error="",
-            error="",
         ),
     }
+
+
+def _record(segments: tuple[Segment, ...], times: Times, *, migrations: int = 0) -> Trajectory:
+    meta = msgspec.structs.replace(
+        PLAIN_TRAJECTORY.meta,
+        times=times,
+        prompt_tokens=5,
+        migrations=migrations,
+        reward_error=None,
+        error=None,
+    )
+    return replace(PLAIN_TRAJECTORY, segments=segments, meta=meta)
 
 
 def _segment(

@@ -69,7 +69,7 @@ function madeBy(version) {
 
 function cameFrom(own, here) {
   const items = [["produced by", madeBy(own.version)],
-    ["version", link("version", own.version, `version ${own.version}`)], ["sampled", here]];
+    ["version", link("version", own.version, String(own.version))], ["sampled", here]];
   if (own.step !== null) {
     items.push(["trained in", link("step", own.step, `step ${own.step}`)],
       ["produced", link("version", own.step + 1, `version ${own.step + 1}`)],

@@ -11,8 +11,9 @@ from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.ids import RunKey, group_trace, span_id, step_trace, traceparent
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.spans import Content, group_spans, step_spans
+from dora_pipe.observe.traces.spans import group_spans, step_spans
 from dora_pipe.schemas.rounds import Dispatch, End, Fence, TakePart
+from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.account_stage import (
     FIRST,
     GROUP,
@@ -35,14 +36,12 @@ from tests.support.traces import check_way, check_whole, links_to
 GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
 
 
-def _spans(stage: AccountStage, earlier_contents: dict[str, Content] | None = None) -> list[Span]:
+def _spans(stage: AccountStage, given: dict[str, Trajectory] | None = None) -> list[Span]:
     spans: list[Span] = []
     run = stage.run
     for ended in stage.ended:
         if isinstance(ended, GroupEnded):
-            spans += group_spans(
-                run, ended, contents() if earlier_contents is None else earlier_contents
-            )
+            spans += group_spans(run, ended, contents() if given is None else given)
         else:
             assert isinstance(ended, StepEnded)
             spans += step_spans(run, ended)

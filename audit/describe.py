@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.reading import record_at
-from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.audit.tracing import History
 from dora_pipe.bus.logged import fault_of, logged_trajectory
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.core.pure.records import TopicPartition
@@ -57,15 +57,14 @@ def describe(view: RunView, source: RunSource, name: str) -> Description:
         description, _ = trajectory_sections(view, source, name, texts=True)
     else:
         description = group_sections(view, name)
-    history = History(group=group_of(trajectory) if trajectory else name)
-    history.read(source.bus, source.topics)
-    traces = Traces(source.bus, source.topics, history)
-    trace = traces.group(only=trajectory)
+    own_group = group_of(trajectory) if trajectory else name
+    history = History(source.bus, source.topics, group=own_group)
+    trace = history.group_trace(only=trajectory)
     if not trajectory:
         description |= _scoring(history)
-        if lines := traces.damage.lines:
+        if lines := history.damage.lines:
             description[DAMAGE] = [{"what": line} for line in lines]
-    started, group = history.account.started, _group(view, history.name)
+    started, group = history.account.started, _group(view, own_group)
     trained = group["step"] if group["outcome"] == "trained" else None
     description["lineage"] = _lineage(view, started, group["version"], trained)
     description[TRACE] = trace
@@ -74,8 +73,7 @@ def describe(view: RunView, source: RunSource, name: str) -> Description:
 
 def _describe_step(view: RunView, source: RunSource, number: int) -> Description:
     description = step_sections(view, number)
-    history = History(step=number)
-    history.read(source.bus, source.topics)
+    history = History(source.bus, source.topics, step=number)
     assert history.step is not None
     fact = history.step.fact
     description["step"]["batch digest"] = fact.batch_digest
@@ -88,7 +86,7 @@ def _describe_step(view: RunView, source: RunSource, number: int) -> Description
     description["numerics"] = dict(sorted(fact.numerics.items()))
     description["trajectories"] = source.contributions(fact.contributions.sha256)
     description["lineage"] = _lineage(view, history.account.started, number, number)
-    description[TRACE] = Traces(source.bus, source.topics, history).step()
+    description[TRACE] = history.step_trace()
     return description
 
 

@@ -1,4 +1,4 @@
-"""Traces of one group or step, in one pass over control and decisions."""
+"""Trace of one group or step, in one pass over control and decisions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 
 class History:
-    """History of a group or step. A `LogReader`."""
+    """History of a group or step, with its trace. A `LogReader`."""
 
-    def __init__(self, *, group: str = "", step: int = -1) -> None:
+    def __init__(self, bus: Bus, topics: Topics, *, group: str = "", step: int = -1) -> None:
+        """Read the log up to its current end. Raises BusError, LogTruncated."""
         self.account = RunAccount()
         self.name = group
         self.group: GroupEnded | None = None
         """Ended, or a snapshot."""
         self.step: StepEnded | None = None
         self.members: list[GroupEnded] = []
+        self.damage = Damage()
+        """Differing records of the group's trace; events alone describe them."""
+        self._bus, self._topics = bus, topics
         self._step, self._now_ns = step, 0
         self._events: list[LedgerEvent] = []
-
-    def read(self, bus: Bus, topics: Topics) -> None:
-        """Read the log up to its current end. Raises BusError, LogTruncated."""
         with closing(LogFollower(bus, topics, self)) as follower:
             while follower.advance():
                 pass
@@ -56,37 +57,29 @@ class History:
                 case StepEnded(fact=fact) if fact.step == self._step:
                     self.step = event
 
-
-class Traces:
-    """Traces of a history. Raises BusError."""
-
-    def __init__(self, bus: Bus, topics: Topics, history: History) -> None:
-        self._bus, self._topics, self._history = bus, topics, history
-        self.damage = Damage()
-        """Differing records; events alone describe them."""
-
-    def group(self, *, only: str = "") -> list[Row]:
-        run, ended = self._run, self._history.group
+    def group_trace(self, *, only: str = "") -> list[Row]:
+        """Return the group's trace, or that of one trajectory. Raises BusError."""
+        run, ended = self._run, self.group
         if run is None or ended is None:
             return []
         spans = group_spans(run, ended, self._contents(ended))
         return tree.rows(tree.branch(spans, only) if only else spans)
 
-    def step(self) -> list[Row]:
+    def step_trace(self) -> list[Row]:
         """Return the step's trace with a row per group."""
-        run, step = self._run, self._history.step
+        run, step = self._run, self.step
         if run is None or step is None:
             return []
         spans = step_spans(run, step)
         members = sorted(
-            self._history.members, key=lambda member: (_came_ns(member), member.group.spec.group)
+            self.members, key=lambda member: (_came_ns(member), member.group.spec.group)
         )
         origin_ns = spans[0].start_ns
         return tree.rows(spans) + [_member(run, member, origin_ns) for member in members]
 
     @property
     def _run(self) -> RunFacts | None:
-        started = self._history.account.started
+        started = self.account.started
         return None if started is None else run_facts(started)
 
     def _contents(self, ended: GroupEnded) -> dict[str, Trajectory]:

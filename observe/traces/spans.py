@@ -242,8 +242,8 @@ class _Sample:
         if content is None:
             return
         sampled = {segment.start for segment in segments if segment.kind == "model"}
-        for made, call in zip(content.meta.calls, call_rows(content), strict=True):
-            if made.start not in sampled:
+        for record, call in zip(content.meta.calls, call_rows(content), strict=True):
+            if record.start not in sampled:
                 continue
             attrs: Attributes = {
                 names.OPERATION: "chat",

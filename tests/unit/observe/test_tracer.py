@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.audit.tracing import History
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -122,14 +122,11 @@ def test_trace_that_show_prints_is_that_of_the_whole_log(
     for span in spans:
         by_trace.setdefault(span.trace_id, []).append(span)
     for name in ("g0000000000", "g0000000010", "g0000000033", "e0000000001"):
-        history = History(group=name)
-        history.read(bus, recorded.topics)
-        rows = Traces(bus, recorded.topics, history).group()
+        rows = History(bus, recorded.topics, group=name).group_trace()
         assert rows == tree.rows(by_trace[rows[0]["trace_id"]]), name
     for step in (0, 7, STEPS - 1):
-        history = History(step=step)
-        history.read(bus, recorded.topics)
-        rows = Traces(bus, recorded.topics, history).step()
+        history = History(bus, recorded.topics, step=step)
+        rows = history.step_trace()
         own = by_trace[rows[0]["trace_id"]]
         assert rows[: len(own)] == tree.rows(own)
         assert [row["stage"] for row in rows[len(own) :]] == ["group"] * len(history.members)

@@ -396,7 +396,7 @@ def _check_gpus(config: Config) -> Iterator[str]:
     if not trainer.gpus:
         return
     if trainer.device == "cpu" or (trainer.kind, trainer.device) == ("torch", "auto"):
-        yield "trainer.gpus: the trainer computes on the CPU unless trainer.device = 'cuda'"
+        yield "trainer.gpus: needs trainer.device = 'cuda', or the trainer may use the CPU"
     elif trainer.kind == "torch" and len(trainer.gpus) > 1:
         yield "trainer.gpus: the torch trainer has one GPU; trainer.kind = 'deepspeed' has ranks"
     elif len(set(trainer.gpus)) < len(trainer.gpus):

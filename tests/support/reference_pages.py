@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
@@ -48,7 +49,7 @@ def page(name: str) -> tuple[str, str]:
     """Return the text of a page, and the text that it should have."""
     text = (ROOT / "docs/reference" / f"{name}.md").read_text()
     if name in WHOLE:
-        return text, WHOLE[name]()
+        return text, re.sub(r"docs/([a-z-]+)\.md", r"[\1](../\1.md)", WHOLE[name]())
     return text, f"{text.partition(MARKER)[0]}{MARKER}\n\n" + "\n".join(LISTS[name]())
 
 

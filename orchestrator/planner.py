@@ -7,7 +7,6 @@ recompute them. The cut size influences plans, so a run keeps its first planner'
 
 from __future__ import annotations
 
-import copy
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,11 +131,6 @@ class Draft:
     def full(self) -> bool:
         """Whether the plan is cut here."""
         return self._size >= self.limit
-
-
-def plan(state: State, *, limit: int | None = None) -> tuple[AnyDecision, ...]:
-    """Return the decisions; `plan(state with plan applied) == ()`."""
-    return tuple(decide(copy.deepcopy(state), limit=limit))
 
 
 def decide(

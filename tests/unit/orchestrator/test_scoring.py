@@ -7,7 +7,7 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner import plan
+from dora_pipe.orchestrator.planner import decide
 from dora_pipe.schemas.rounds import End, ScoreGroup
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
@@ -54,7 +54,7 @@ def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot
         f"{G0}-001",
     ]
     assert not [name for name in stage.state.workers["w0"].requests if name.startswith(G0)]
-    assert plan(stage.state) == ()
+    assert decide(stage.state) == []
 
 
 @pytest.mark.parametrize(

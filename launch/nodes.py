@@ -62,7 +62,7 @@ def ranks_per_node(config: Config, node: Node) -> int:
 
 
 def environments(node: Node, ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank of this node, as under torchrun."""
+    """Return the environment variables of each rank of this node."""
     host, _, port = node.rendezvous.rpartition(":")
     return [
         {

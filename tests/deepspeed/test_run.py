@@ -19,7 +19,6 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
 from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support import deepspeed
-from tests.support.kafka_broker import free_ports
 from tests.support.models import make_glm4_moe, make_qwen3_moe
 from tests.support.user_run import answer, assert_clean, facts, furnish, start, steps, until
 
@@ -109,8 +108,8 @@ def test_replay_starts_as_many_ranks_by_itself_and_every_step_is_bit_equal(finis
 def test_replay_with_another_number_of_ranks_is_one_line(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in torchrun.items():
+    three = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in three.items():
         monkeypatch.setenv(name, value)
     done = _call(finished, "replay", "tiny")
     assert done.returncode == 3
@@ -187,28 +186,3 @@ def assert_same_logits(directory: Path, weights: Path) -> None:
     ids = torch.arange(30).reshape(2, -1)
     with torch.no_grad():
         assert torch.equal(network(ids).logits, theirs(ids).logits)
-
-
-def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:
-    directory = furnish(tmp_path)
-    parts = [start(directory, "orchestrator", "config.toml", *TRAINER)]
-    until((directory / "runs" / "tiny" / "log.sqlite").exists, LIMIT_S)
-    parts.append(start(directory, "worker", "config.toml", "--name", "w0", *TRAINER))
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    (port,) = free_ports(1)
-    words = ["--nproc-per-node", "2", "--master-port", str(port), "--no-python", COMMAND]
-    with (directory / "torchrun").open("wb") as text:
-        done = subprocess.run(
-            [torchrun, *words, "trainer", "config.toml", *TRAINER],
-            cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=text,
-            stderr=text,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    assert done.returncode == 0, (directory / "torchrun").read_text()
-    assert [part.wait(60) for part in parts] == [0, 0], _said(directory)
-    assert steps(directory, "tiny") == [0, 1, 2]
-    assert_clean(directory, "tiny")

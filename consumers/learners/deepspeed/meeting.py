@@ -1,13 +1,12 @@
 """Rendezvous of ranks on several machines, and detection of lost ranks.
 
 Ranks register in rank 0's store. A restarted rank finds its predecessor's entry and reports it
-there; all ranks watch the store and restart. A silent store means rank 0 is lost. torchrun hides
-exit codes, and its rendezvous unpickles state from an open port.
+there; all ranks watch the store and restart. A silent store means rank 0 is lost. Not torchrun: it
+hides exit codes, and its rendezvous unpickles state from an open port.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -76,11 +75,3 @@ class Meeting:
             except dist.DistError:
                 self.lost = f"rank 0 of the trainer, at {self._at}, is gone"
         lost()
-
-
-def meeting_of(rank: int, ranks: int) -> Meeting | None:
-    """Return the rendezvous of the environment; None under torchrun."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return Meeting(host, port, rank=rank, ranks=ranks)

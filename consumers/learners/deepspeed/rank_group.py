@@ -1,7 +1,7 @@
 """Processes of a trainer: start, communication, loss.
 
-Ranks come from the environment (`meeting`, or torchrun), or rank 0 starts them. A lost rank ends
-the trainer: only an uncommitted step is lost.
+Ranks come from the environment (`meeting`), or rank 0 starts them. A lost rank ends the trainer:
+only an uncommitted step is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dora_pipe.consumers.learners.deepspeed.commands import COMMANDS, EndRanks, RankCommand
-from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
+from dora_pipe.consumers.learners.deepspeed.meeting import Meeting
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
@@ -115,17 +115,18 @@ class RankGroup:
     def _init(self) -> None:
         info = self.info
         stores: Any = dist  # torch exports them without declaring them
-        where: dict[str, Any] = {"init_method": "env://"}
         if info.ranks == 1:
-            where = {"store": stores.HashStore()}
+            store = stores.HashStore()
         elif info.rendezvous:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            where = {"store": stores.FileStore(info.rendezvous, info.ranks)}
-        elif (met := meeting_of(info.rank, info.ranks)) is not None:
-            self._meeting, where = met, {"store": met.store}
-            met.watch(self._leave)
+            store = stores.FileStore(info.rendezvous, info.ranks)
+        else:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._meeting = Meeting(host, port, rank=info.rank, ranks=info.ranks)
+            self._meeting.watch(self._leave)
+            store = self._meeting.store
         dist.init_process_group(
-            self.backend, rank=info.rank, world_size=info.ranks, timeout=STEP_TIMEOUT, **where
+            self.backend, rank=info.rank, world_size=info.ranks, timeout=STEP_TIMEOUT, store=store
         )
 
     # Communication

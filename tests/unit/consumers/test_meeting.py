@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dora_pipe.consumers.learners.deepspeed import meeting
-from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
+from dora_pipe.consumers.learners.deepspeed.meeting import Meeting
 from dora_pipe.core.errors import ResourceError
 
 HOST = "127.0.0.1"
@@ -64,8 +63,3 @@ def test_a_rank_whose_others_never_come_says_where_it_waited_and_how_long(rank: 
     value = caught.value
     assert f"the trainer's 2 ranks did not meet at {HOST}:{port} within 1 s: " in value.message
     assert "--node 0, 1" in str(value.hint)
-
-
-def test_under_torchrun_ranks_meet_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "1"})
-    assert meeting_of(0, 2) is None

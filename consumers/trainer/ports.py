@@ -17,6 +17,7 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
+from dora_pipe.core.loop.runtime import PortGroup
 
 EFFECTS_MAX: Final = 4
 """A part, a drop, a snapshot and a restore."""
@@ -31,7 +32,7 @@ CLOSE_S: Final = 5.0
 """Wait on close; a longer step dies with the process."""
 
 
-class ThreadPort:
+class ThreadPort(PortGroup[TrainerEffect, TrainerEvent]):
     """Runs effects in one thread, publishing in another; `poll` raises their errors.
 
     `open_handlers` is entered in the first thread, with its own bus.
@@ -48,10 +49,10 @@ class ThreadPort:
             )
             for effect in get_args(TrainerEffect)
         ]
-        self._publisher = EffectRunner[TrainerEffect, TrainerEvent](
+        publisher = EffectRunner[TrainerEffect, TrainerEvent](
             "trainer-publishing", handlers, asked_max=1, close_s=CLOSE_S, finish=False
         )
-        self._runner = EffectRunner[TrainerEffect, TrainerEvent](
+        worker = EffectRunner[TrainerEffect, TrainerEvent](
             "trainer-work",
             handlers,
             asked_max=EFFECTS_MAX,
@@ -62,27 +63,12 @@ class ThreadPort:
             close_s=CLOSE_S,
             finish=False,
         )
-
-    @property
-    def busy(self) -> bool:
-        """Return False: threads need no polling loop."""
-        return False
-
-    def start(self, effect: TrainerEffect) -> None:
-        runner = self._publisher if isinstance(effect, PublishPolicy) else self._runner
-        runner.start(effect)
-
-    def poll(self) -> list[TrainerEvent]:
-        """Return the events since the last call. Raises a thread's error."""
-        return self._runner.poll() + self._publisher.poll()
+        others = [effect for effect in get_args(TrainerEffect) if effect is not PublishPolicy]
+        # The publisher first: `close` ends it before its handlers.
+        super().__init__({PublishPolicy: publisher, **dict.fromkeys(others, worker)})
 
     def cached(self) -> Gauges:
         return self._gauges
-
-    def close(self) -> None:
-        """Stop the threads between two events; idempotent."""
-        self._publisher.close()
-        self._runner.close()
 
     # In the threads
 

@@ -63,9 +63,9 @@ class ThreadPort(PortGroup[TrainerEffect, TrainerEvent]):
             close_s=CLOSE_S,
             finish=False,
         )
-        others = [effect for effect in get_args(TrainerEffect) if effect is not PublishPolicy]
+        working = [effect for effect in get_args(TrainerEffect) if effect is not PublishPolicy]
         # The publisher first: `close` ends it before its handlers.
-        super().__init__({PublishPolicy: publisher, **dict.fromkeys(others, worker)})
+        super().__init__({PublishPolicy: publisher, **dict.fromkeys(working, worker)})
 
     def cached(self) -> Gauges:
         return self._gauges

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import requests
 
@@ -47,6 +45,8 @@ def check_conversation(stage: Stage, assets: Path) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_responses(shared_stage: Stage, assets: Path, streamed: bool) -> None:
+    import openai
+
     url, key = shared_stage.open(f"g-1/{int(streamed)}")
     tool = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
     given: dict[str, Any] = {"model": "any", "tools": [tool], "instructions": "Add."}
@@ -74,6 +74,8 @@ def test_responses(shared_stage: Stage, assets: Path, streamed: bool) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropics_messages(shared_stage: Stage, assets: Path, streamed: bool) -> None:
+    import anthropic
+
     url, key = shared_stage.open(f"g-2/{int(streamed)}")
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "system": "Add.", "tools": [tool]}
@@ -100,6 +102,8 @@ def test_anthropics_messages(shared_stage: Stage, assets: Path, streamed: bool) 
 
 
 def test_anthropics_keys_are_obeyed_recorded_or_refused(shared_stage: Stage) -> None:
+    import anthropic
+
     url, key = shared_stage.open("g-2/keys")
     user = {"role": "user", "content": "1 and 2?"}
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "metadata": {"user_id": "me"}}
@@ -123,6 +127,8 @@ def test_anthropics_keys_are_obeyed_recorded_or_refused(shared_stage: Stage) -> 
 def test_anthropics_messages_say_at_which_string_they_end(
     shared_stage: Stage, streamed: bool
 ) -> None:
+    import anthropic
+
     url, key = shared_stage.open(f"g-5/{int(streamed)}")
     asked: list[Any] = [{"role": "user", "content": "1 and 2?"}]
     given: dict[str, Any] = {"model": "any", "max_tokens": 50, "stop_sequences": ["xyz", "re"]}

@@ -41,7 +41,7 @@ def cluster(
         run__steps=STEPS,
         rollout__prompts_per_step=6,
         trainer__batch_parts=PARTS,
-        sampling__max_tokens=12,
+        sampling__max_tokens=24,
         workers__max_num_seqs=4,
         **request.param,
     )

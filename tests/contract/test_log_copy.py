@@ -44,7 +44,8 @@ class Pair:
         self.target.bus.create(self.specs)
 
     def write(self, appends: int, start: int = 0) -> None:
-        with closing(self.source.writer(exclusive=f"{self.topics[0]}.writer")) as writer:
+        name = f"{self.topics[0]}.writer"
+        with closing(self.source.writer(exclusive=name)) as writer:
             for number in range(start, start + appends):
                 text = f"record {number}".encode()
                 writer.append(
@@ -58,6 +59,8 @@ class Pair:
                         ),
                     ]
                 )
+        # Kafka shows readers a committed transaction a moment later; its next writer waits for it.
+        self.source.writer(exclusive=name).close()
 
     def copy(self, target: CopyTarget | None = None, source: Bus | None = None) -> LogCopy:
         return copy_topics(

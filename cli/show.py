@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.audit.export import best_version
 from dora_pipe.cli.options import RUN_HELP, JsonOption, RunsOption
@@ -38,6 +37,7 @@ from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.ledger.account import mean
 from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.ledger.marks import Mark
+from dora_pipe.observe.describe import DAMAGE, TRACE, Description, describe
 from dora_pipe.observe.run_stats import RunStats, StepStats
 from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame

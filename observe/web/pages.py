@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dora_pipe.audit.describe import (
+from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.describe import (
     DAMAGE,
     group_sections,
     step_sections,
     trajectory_sections,
 )
-from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.view import Decode, Query, RunSource, RunView, short
 from dora_pipe.schemas.contexts import bounds, pieces

@@ -10,13 +10,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.audit.describe import TRACE, Description, describe
 from dora_pipe.audit.export import export_parquet
 from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.reading import read_catalogue
+from dora_pipe.observe.describe import TRACE, Description, describe
 from dora_pipe.observe.metrics.table import TRAINING
 from dora_pipe.observe.trackers.steps import track
 from dora_pipe.observe.waits import summarise, waits_of

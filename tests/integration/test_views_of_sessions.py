@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from dora_pipe.audit.describe import by_context, record_sections
 from dora_pipe.ledger.calls import call_rows
+from dora_pipe.observe.describe import by_context, record_sections
 from dora_pipe.observe.web.pages import tree_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory

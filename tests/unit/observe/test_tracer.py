@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.tracing import History
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -17,6 +16,7 @@ from dora_pipe.core.errors import BusError
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.ledger.account import GroupEnded
 from dora_pipe.observe.traces import names, tree
+from dora_pipe.observe.traces.history import History
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.tracer import RECENT_MIN, SlowGroups, Tracer, sampled_because
 from dora_pipe.schemas.identity import group_id

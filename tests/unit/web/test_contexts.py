@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora_pipe.audit.describe import record_sections
+from dora_pipe.observe.describe import record_sections
 from dora_pipe.observe.web.pages import tree_of
 from dora_pipe.observe.web.view import HIDDEN
 from tests.golden.arrow_values import PLAIN_TRAJECTORY

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.audit.describe import Description, describe
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.describe import Description, describe
 from dora_pipe.observe.web.view import Decode
 from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun

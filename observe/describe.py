@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.reading import record_at
-from dora_pipe.audit.tracing import History
 from dora_pipe.bus.logged import fault_of, logged_trajectory
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.core.pure.records import TopicPartition
@@ -22,6 +21,7 @@ from dora_pipe.ledger.calls import call_rows
 from dora_pipe.ledger.database import counting_record, logged_records
 from dora_pipe.ledger.history import REQUEUED
 from dora_pipe.ledger.tables import CallRow
+from dora_pipe.observe.traces.history import History
 from dora_pipe.observe.web.view import RunSource, RunView
 from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import RunStarted

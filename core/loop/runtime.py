@@ -138,6 +138,7 @@ class Meter:
         self._spent_s = {"bus": 0.0, "control": 0.0, "codec": 0.0}
         self._blocks = {name: _Block(self, name) for name in self._spent_s}
         self._own = _ThreadTime()
+        self._lock = threading.Lock()
 
     def spend(self, name: str) -> AbstractContextManager[None]:
         """Count this thread's CPU time for `name`, without nested blocks."""
@@ -164,7 +165,8 @@ class Meter:
     def _turn(self) -> None:
         own, now_s = self._own, time.thread_time()
         if own.open:
-            self._spent_s[own.open[-1]] += now_s - own.last_s
+            with self._lock:
+                self._spent_s[own.open[-1]] += now_s - own.last_s
         own.last_s = now_s
 
 

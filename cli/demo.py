@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from dora_pipe.cli.audit import audit
-from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH, OverrideOption, RunsOption
+from dora_pipe.cli.options import SFT_STEPS_OF, TORCH, OverrideOption, RunsOption
 from dora_pipe.cli.output import emit_table
 from dora_pipe.cli.replay import replay
 from dora_pipe.cli.start import sft
@@ -32,6 +32,7 @@ from dora_pipe.schemas.topics import Topics
 
 TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
+REWARD_MIN: Final = 0.75
 REPLAYED_STEPS: Final = 2
 OWN_KEYS: Final = ("run.name", "model.path")
 

@@ -26,8 +26,6 @@ SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 200}
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
-REWARD_MIN: Final = 0.75
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of runs.")

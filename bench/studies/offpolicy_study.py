@@ -46,6 +46,7 @@ OVERRIDES: Final = (
     "evaluation.prompts=256",
     "evaluation.every=6",
     "trainer.learning_rate=4.5e-4",
+    "trainer.minibatches=2",
 )
 """The whole study takes an hour on one core."""
 

@@ -1,19 +1,8 @@
-"""Measured cells and a task for tests of the off-policy study."""
+"""Measured cells for tests of the off-policy study."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dora_pipe.bench.studies.offpolicy import Measured
-from dora_pipe.producers.tasks.arithmetic import Arithmetic
-from dora_pipe.producers.tasks.task import Row
-
-
-class Wordy(Arithmetic):
-    """Arithmetic that rewards long words, so that a random policy earns varying rewards."""
-
-    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        return min(1.0, len(text) / 40)
 
 
 def measured(

@@ -7,41 +7,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane, percentile, plane_figure
-from dora_pipe.bench.dataplane.process import GROUP_SIZE, Done
-from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded
+from dora_pipe.bench.dataplane.process import Done
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.headers import matches, parse_headers
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
-
-TOPIC = "r.trajectories"
-
-
-def test_trajectories_are_records_of_their_run_in_groups_of_one_version() -> None:
-    source = Source("r", 40)
-    records = [encoded(source(number), TOPIC) for number in range(3 * GROUP_SIZE)]
-    decoded = [decode_trajectory(record.value) for record in records]
-    headers = [parse_headers(record.headers) for record in records]
-    assert len({record.trajectory for record in decoded}) == 3 * GROUP_SIZE
-    assert [trajectory.meta.sample for trajectory in decoded] == 3 * list(range(GROUP_SIZE))
-    assert all(
-        len(trajectory.token_ids) == 40 and trajectory.meta.run == "r" for trajectory in decoded
-    )
-    assert all(
-        matches(header, record) == [] for header, record in zip(headers, decoded, strict=True)
-    )
-    for first in range(0, len(decoded), GROUP_SIZE):
-        group = decoded[first : first + GROUP_SIZE]
-        assert (
-            len(
-                {
-                    (trajectory.meta.group, trajectory.version, trajectory.digest)
-                    for trajectory in group
-                }
-            )
-            == 1
-        )
-        assert len({record.partition for record in records[first : first + GROUP_SIZE]}) == 1
-    assert {record.version: record.digest for record in decoded} == DIGESTS
 
 
 def _done(moments: list[int], end_ns: int, cpu_s: float) -> Done:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bench import gpu_report
-from dora_pipe.bench.gpu_cases import cases_of, tiny
 from dora_pipe.bench.gpu_report import (
     NO_GPU,
     PIECES,
@@ -90,17 +89,3 @@ def test_without_a_gpu_it_is_one_line(
     monkeypatch.setattr(gpu_report, "run_report", lambda *given, **more: pytest.fail("it ran"))
     assert main([]) == 1
     assert capsys.readouterr().err == f"error: {NO_GPU}\n"
-
-
-def test_what_a_step_saves_of_memory_changes_no_bit_of_a_tiny_model() -> None:
-    import msgspec
-
-    from dora_pipe.bench.gpu_step import measured
-
-    small = tiny(cases_of("ways")[0])
-    plain = msgspec.structs.replace(small, gradient_checkpointing=False)
-    less, more = measured(small), measured(plain)
-    figure = measured(msgspec.structs.replace(small, leaving=True))
-    assert less.digest == more.digest == figure.digest != ""
-    assert figure.leave_s is not None and more.leave_s is None
-    assert (less.tokens, less.said) == (256, "")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dora_pipe.bench.studies.cells import CellFile, setting_digest
 from dora_pipe.bench.studies.offpolicy import (
     BASE,
-    OBJECTIVES,
     Cell,
     Measured,
     StaleQueue,
@@ -21,24 +20,8 @@ from dora_pipe.bench.studies.offpolicy import (
     steps_of,
     summarise,
 )
-from dora_pipe.config.objectives import BUILT_IN, rewarded
-from dora_pipe.consumers.learners.learner import Settings
-from dora_pipe.consumers.learners.settings import changed_settings, step_settings
 from dora_pipe.core.errors import UsageError
 from tests.support.offpolicy import measured
-
-GRPO: Settings = {
-    "trainer.learning_rate": 1e-3,
-    "trainer.max_grad_norm": 1.0,
-    "trainer.minibatches": 2,
-    "trainer.micro_batch_tokens": 100,
-    "objective.kind": "grpo",
-    "objective.loss": "sequence-mean",
-    "objective.clip_low": 0.2,
-    "objective.clip_high": 0.28,
-    "objective.advantage_std": True,
-    "objective.kl_coef": 0.0,
-}
 
 etas = st.integers(0, 12)
 lengths = st.integers(1, 40)
@@ -60,20 +43,6 @@ def test_the_queue_hands_every_step_what_the_right_version_sampled(eta: int, ste
     for version in range(steps):
         queue.fill(version, lambda step: (step, version))  # noqa: B023
         assert queue.take(version) == (version, sampled_by(version, eta))
-
-
-def test_every_kind_of_objective_is_studied_and_each_can_be_trained() -> None:
-    studied = {keys["objective.kind"] for keys in OBJECTIVES.values()}
-    assert studied == {kind for kind in BUILT_IN if rewarded(kind)}
-    created = {
-        name: step_settings(changed_settings(GRPO, keys, max_tokens=50)).objective
-        for name, keys in OBJECTIVES.items()
-    }
-    assert created["grpo"].kind == "grpo" and created["grpo"].loss == "sequence-mean"
-    assert created["dapo"].loss == "token-mean" and created["dr-grpo"].loss_tokens == 50
-    assert len(set(map(str, created.values()))) == len(OBJECTIVES), (
-        "two names for the same objective"
-    )
 
 
 def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:

@@ -49,13 +49,6 @@ def test_a_run_ends_and_keeps_the_bound(eta: int) -> None:
     assert run.slot_s <= run.slots * run.wall_s
 
 
-def test_a_step_never_beats_the_limit() -> None:
-    run = Cluster(plan(async_batches=3.0, max_staleness=3, steps=12)).run()
-    tokens = sum(span.tokens for span in run.spans)
-    assert run.wall_s >= tokens * RATES.tau_s / run.slots
-    assert run.wall_s >= 12 * 6.0
-
-
 def mean_staleness(run: ClusterRun) -> float:
     spans = [pair for span in run.spans for pair in span.staleness]
     return sum(key * count for key, count in spans) / sum(count for _, count in spans)
@@ -74,18 +67,3 @@ def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
     assert won_s > 0
     assert small.wall_s - automatic.wall_s > 0.9 * won_s
     assert mean_staleness(automatic) < mean_staleness(large) - 0.5
-
-
-def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
-    slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(index)) for index in range(16)))
-    run, parted = (
-        Cluster(plan(trainer=slow, max_staleness=0, parts=parts)).run() for parts in (1, 8)
-    )
-    assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in run.spans)
-    saved_s = (run.wall_s - parted.wall_s) / len(run.spans)
-    assert 2.0 < saved_s < 6.0 * 7 / 8
-    for span, other in zip(run.spans, parted.spans, strict=True):
-        trained_s = other.committed_s - other.taken_s + other.early_s
-        assert trained_s == pytest.approx(span.committed_s - span.taken_s, abs=1e-3)
-        assert span.early_s == 0.0
-    assert sum(span.early_s for span in parted.spans) > 2.0 * len(parted.spans)

@@ -12,7 +12,6 @@ import torch
 
 from dora_pipe.cli import doctor
 from dora_pipe.cli.start import worker
-from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.launch import local_roles, roles
@@ -26,6 +25,7 @@ from dora_pipe.launch.local_roles import (
 )
 from dora_pipe.producers.engines import registry
 from dora_pipe.producers.engines.vllm import core as vllm_core
+from tests.support.configs import small_config
 
 RANKS = {"kind": "deepspeed", "ranks": 2}
 
@@ -38,15 +38,8 @@ def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(*, trainer: dict[str, object] | None = None, **workers: object) -> Config:
-    return from_plain(
-        {
-            "run": {"name": "r", "steps": 1},
-            "model": {"path": "m"},
-            "task": {"kind": "arithmetic"},
-            "workers": {"count": 4, "engine": "vllm"} | workers,
-            "trainer": trainer or {},
-        }
-    )
+    all_workers = {"count": 4, "engine": "vllm"} | workers
+    return small_config(workers=all_workers, trainer=trainer or {})
 
 
 def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:

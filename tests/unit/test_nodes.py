@@ -9,23 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError, UsageError
 from dora_pipe.launch.nodes import Node, environments, ranks_per_node
+from tests.support.configs import small_config
 from tests.support.user_run import until
 
 AT = "trainer-0:29400"
 
 
 def _config(**trainer: object) -> Config:
-    keys = {"kind": "deepspeed", **trainer}
-    plain = {
-        "run": {"name": "r", "steps": 1},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-    }
-    return from_plain({**plain, "trainer": keys})
+    return small_config(trainer={"kind": "deepspeed", **trainer})
 
 
 def test_ranks_of_all_nodes_are_numbered_through_and_meet_at_the_first() -> None:

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from dora_pipe.cli.options import EXAMPLES
-from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError
 from dora_pipe.launch import local_roles, model_checks
@@ -26,19 +25,13 @@ from dora_pipe.producers.engines.registry import (
     need_engines,
     open_engine,
 )
+from tests.support.configs import small_config
 from tests.support.fake_vllm_server import FakeVllm
 from tests.support.models import make_qwen2, make_qwen3_moe
 
 
 def _config(**workers: object) -> Config:
-    return from_plain(
-        {
-            "run": {"name": "r", "steps": 1},
-            "model": {"path": "m"},
-            "task": {"kind": "arithmetic"},
-            "workers": workers,
-        }
-    )
+    return small_config(workers=workers)
 
 
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:

@@ -8,51 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.config import describe
-from dora_pipe.config.changes import kind_of
-from dora_pipe.config.describe import dump_toml, keys_of, toml
+from dora_pipe.config.describe import dump_toml, toml
 from dora_pipe.config.load import from_plain, leaves, load_config
-from dora_pipe.config.model import Config, Rollout, Run, Staleness
 from tests.support.config_reference import page
+from tests.support.configs import small_config
 
-SMALL = from_plain(
-    {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-)
+SMALL = small_config()
 
 
 def test_every_key_stands_on_the_page_with_a_meaning() -> None:
     rows = [line.partition("): ") for line in page().splitlines() if line[:3] == "- `"]
     assert len(rows) == len(leaves(SMALL))
     assert [row[0] for row in rows if not row[2]] == []
-
-
-def test_key_tells_type_default_kind_and_meaning() -> None:
-    size = keys_of(Rollout, "rollout")[0]
-    assert (size.name, size.annotation, size.default, size.kind) == (
-        "group_size",
-        "GroupSize",
-        "8",
-        "frozen",
-    )
-    assert size.doc == "Trajectories per group."
-    assert keys_of(Run, "run")[0].default is None
-    assert {key.name: key.default for key in keys_of(Staleness, "staleness")} == {
-        "max_staleness": "2",
-        "async_batches": "",
-        "partial_rollout": "false",
-    }
-
-
-@pytest.mark.parametrize(
-    ("key", "kind"),
-    [
-        ("run.steps", "logged"),
-        ("run.seed", "frozen"),
-        ("evaluation.sampling.top_k", "frozen"),
-        ("workers.max_num_seqs", "free"),
-    ],
-)
-def test_kind_of_a_key(key: str, kind: str) -> None:
-    assert kind_of(key) == kind
 
 
 def test_shown_configuration_has_every_key_under_its_meaning() -> None:
@@ -89,10 +56,3 @@ def test_text_is_read_back_the_same_and_nothing_in_it_steers_a_terminal(value: o
     shown = toml(value)
     assert tomllib.loads(f"a = {shown}")["a"] == value
     assert shown.isprintable()
-
-
-def test_all_sections_of_the_tree_are_shown() -> None:
-    shown = dump_toml(SMALL)
-    for name in Config.__struct_fields__:
-        assert (f"\n[{name}]\n" in shown) == (not name.startswith("more_"))
-    assert "\n[evaluation.sampling]\n" in shown

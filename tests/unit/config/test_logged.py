@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,14 +10,9 @@ import pytest
 from dora_pipe.config.load import dump_toml, from_plain, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import ConfigError
+from tests.support.configs import plain_config
 
-PLAIN: dict[str, Any] = {
-    "run": {"name": "r", "steps": 4},
-    "model": {"path": "m"},
-    "task": {"kind": "arithmetic"},
-    "sampling": {"temperature": 0.7},
-    "evaluation": {"sampling": {"temperature": 0.2}},
-}
+PLAIN = plain_config(sampling={"temperature": 0.7}, evaluation={"sampling": {"temperature": 0.2}})
 
 
 def test_logged_configuration_says_every_key() -> None:

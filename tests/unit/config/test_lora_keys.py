@@ -10,35 +10,15 @@ import pytest
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.model import Config
-
-PLAIN: dict[str, Any] = {
-    "run": {"name": "r", "steps": 1},
-    "model": {"path": "m"},
-    "task": {"kind": "arithmetic"},
-}
+from tests.support.configs import plain_config
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    return msgspec.convert(PLAIN | sections, Config)
+    return msgspec.convert(plain_config(**sections), Config)
 
 
 def problems(**sections: dict[str, Any]) -> list[str]:
     return [problem.text for problem in problems_of(config(**sections))]
-
-
-def test_no_adapter_is_the_default() -> None:
-    assert config().lora.rank == 0
-    assert problems() == []
-
-
-def test_adapter_of_every_linear_layer_fits() -> None:
-    assert problems(lora={"rank": 8}) == []
-    assert problems(lora={"rank": 8, "targets": ["q_proj", "v_proj"]}) == []
-    assert problems(lora={"rank": 513}) == []
-    assert problems(lora={"rank": 8}, policies={"dtype": "bfloat16"}) == []
-    deepspeed = {"kind": "deepspeed", "zero_stage": 3, "offload": "all", "dtype": "bfloat16"}
-    assert problems(lora={"rank": 8}, trainer=deepspeed) == []
-    assert problems(lora={"rank": 512}, workers={"engine": "vllm"}) == []
 
 
 @pytest.mark.parametrize(

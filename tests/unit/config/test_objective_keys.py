@@ -10,16 +10,13 @@ from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, load_config
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import Config, Objective
-from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, FOR_GOOD, settled, uses
+from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, FOR_GOOD, uses
 from dora_pipe.consumers.learners.settings import step_settings
 from dora_pipe.core.errors import ConfigError
+from tests.support.configs import plain_config
 from tests.support.objectives import OF_TRAINER
 
-PLAIN: dict[str, Any] = {
-    "run": {"name": "r", "steps": 4},
-    "model": {"path": "m"},
-    "task": {"kind": "arithmetic"},
-}
+PLAIN = plain_config()
 
 
 def config(**objective: Any) -> Config:
@@ -43,13 +40,6 @@ def test_kind_has_a_value_for_every_key_it_uses_and_none_for_others(kind: str) -
     objective = objective_of(config(kind=kind))
     assert set(objective) == {"kind", *uses({"kind": kind})}
     assert {key: objective[key] for key in BUILT_IN[kind].keys} == dict(BUILT_IN[kind].keys)
-
-
-def test_configuration_without_an_objective_is_grpo_as_it_was() -> None:
-    old = {"clip_low": 0.2, "clip_high": 0.28, "loss": "token-mean", "advantage_std": True}
-    objective = objective_of(from_plain(PLAIN))
-    assert objective["kind"] == "grpo"
-    assert {key: objective[key] for key in (*old, "kl_coef")} == {**old, "kl_coef": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -153,14 +143,6 @@ def test_set_keeps_the_other_keys_of_the_same_kind() -> None:
 def test_set_refuses_a_key_that_the_kind_does_not_use() -> None:
     with pytest.raises(ValueError, match="does not use it"):
         with_settings(config(kind="topr"), {"objective.clip_low": 0.1})
-
-
-def test_key_that_was_changed_is_not_forgotten() -> None:
-    assert settled({"kind": "grpo", "mask": "none"}, {"mask_low": 0.1}) == {
-        "kind": "grpo",
-        "mask": "none",
-        "mask_low": 0.1,
-    }
 
 
 # A user's objective: not imported here.

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.config.changes import with_settings
-from dora_pipe.config.load import ELSEWHERE, from_plain, leaves
+from dora_pipe.config.load import ELSEWHERE, leaves
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.training import rate_of
 from dora_pipe.core.errors import ConfigError
+from tests.support.configs import small_config
 
 FALLING = st.sampled_from(["linear", "cosine"])
 SHAPES = st.tuples(st.integers(0, 50), st.integers(1, 400)).map(
@@ -23,15 +24,8 @@ LEAST = st.floats(0, 1)
 
 
 def config(objective: Any = None, **trainer: Any) -> Any:
-    return from_plain(
-        {
-            "objective": objective or {},
-            "run": {"name": "r", "steps": 40},
-            "model": {"path": "m"},
-            "task": {"kind": "arithmetic"},
-            "trainer": trainer,
-        }
-    )
+    run = {"name": "r", "steps": 40}
+    return small_config(run=run, objective=objective or {}, trainer=trainer)
 
 
 @given(FALLING, SHAPES, LEAST)

@@ -12,22 +12,17 @@ import msgspec
 import pytest
 import torch
 
-from dora_pipe.config.load import from_plain
-from dora_pipe.config.model import Config, Lora, Model, Run, Task
+from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.outside import Policies
 from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners import registry as make
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import ConfigError
+from tests.support.configs import plain_config, small_config
 
 
 def _config(**trainer: object) -> Config:
-    return Config(
-        run=Run(name="r", steps=1),
-        model=Model(path="m"),
-        task=Task(kind="arithmetic"),
-        trainer=msgspec.convert(trainer, Section),
-    )
+    return msgspec.convert(plain_config(trainer=trainer), Config)
 
 
 def test_absent_deepspeed_is_one_line_with_the_recipe(
@@ -158,15 +153,9 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
     }
     if "every" in kinds:
         objective |= {"kl_coef": 0.1, "reference_every": int(kinds["every"])}
-    return from_plain(
-        {
-            "run": {"name": "r", "steps": 1},
-            "model": {"path": "m"},
-            "task": {"kind": "arithmetic", "directory": str(folder)},
-            "trainer": {"kind": kinds.get("trainer", "torch")},
-            "objective": objective,
-        }
-    )
+    task = {"kind": "arithmetic", "directory": str(folder)}
+    trainer = {"kind": kinds.get("trainer", "torch")}
+    return small_config(task=task, trainer=trainer, objective=objective)
 
 
 @pytest.mark.parametrize(

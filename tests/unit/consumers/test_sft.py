@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, masking_utils
 
-from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
@@ -30,6 +29,7 @@ from dora_pipe.producers.worker.chats import chat_options
 from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.chat_models import CHATML, write_chat_model
+from tests.support.configs import small_config
 from tests.support.models import make_llama_gqa, make_qwen2
 
 ROWS: list[Row] = [
@@ -43,13 +43,7 @@ PACKED = MemoryOptions(packing=True)
 
 
 def config_of(model_dir: Path, **task: Any) -> Config:
-    return from_plain(
-        {
-            "run": {"name": "r", "steps": 4},
-            "model": {"path": str(model_dir)},
-            "task": {"kind": "arithmetic", **task},
-        }
-    )
+    return small_config(model={"path": str(model_dir)}, task={"kind": "arithmetic", **task})
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])

@@ -20,6 +20,7 @@ from dora_pipe.consumers.teachers.teacher import Row, Scores, Teacher
 from dora_pipe.core.errors import ConfigError, DoraError, NonFinite, PolicyError, ResourceError
 from dora_pipe.store.model_dir import import_model, weights_digest
 from dora_pipe.store.store import PolicyStore
+from tests.support.configs import plain_config
 from tests.support.judge_endpoint import judge_endpoint
 from tests.support.models import make_llama_gqa, make_qwen2
 from tests.support.teachers import own_logprobs, teacher_endpoint
@@ -93,15 +94,9 @@ def test_token_that_a_directory_does_not_know_is_named(directory: Path) -> None:
 
 
 def config_of(**teacher: Any) -> Config:
-    plain = {
-        "run": {"name": "r", "steps": 1},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-    }
-    objective = {"kind": "distill"}
     workers = {"max_model_len": 64}
-    full = {**plain, "teacher": teacher, "objective": objective, "workers": workers}
-    return msgspec.convert(full, Config)
+    plain = plain_config(teacher=teacher, objective={"kind": "distill"}, workers=workers)
+    return msgspec.convert(plain, Config)
 
 
 def test_teacher_of_a_run_that_starts_has_the_tokens_of_its_policy(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import best_version, logged_versions
 from dora_pipe.cli import export, main
-from dora_pipe.config.load import dump_toml, from_plain
+from dora_pipe.config.load import dump_toml
 from dora_pipe.config.model import Evaluation
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
@@ -31,6 +31,7 @@ from dora_pipe.schemas.topics import Topics
 from tests.support.catalogue_stage import CatalogueStage
 from tests.support.cluster import ORCHESTRATOR, Cluster
 from tests.support.cluster import make_config as cluster_config
+from tests.support.configs import small_config
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_stage import Stage, unchanged
 
@@ -213,15 +214,8 @@ def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_ther
 def test_keys_that_watch_nothing_or_two_evaluations_are_refused(
     evaluations: list[dict[str, Any]], key: str
 ) -> None:
-    plain = {
-        "run": {"name": "r", "steps": 4},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-        "evaluation": evaluations[0],
-        "more_evaluations": evaluations[1:],
-    }
     with pytest.raises(ConfigError, match=f"^{key}: ") as raised:
-        from_plain(plain)
+        small_config(evaluation=evaluations[0], more_evaluations=evaluations[1:])
     assert raised.value.hint
 
 

@@ -16,6 +16,7 @@ from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capa
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.worker.role import requests_move
+from tests.support.configs import plain_config
 
 
 class Plain(SimulatedEngine):
@@ -27,12 +28,7 @@ class WithAdapters(SimulatedEngine):
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    plain: dict[str, Any] = {
-        "run": {"name": "r", "steps": 1},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-    }
-    return msgspec.convert(plain | sections, Config)
+    return msgspec.convert(plain_config(**sections), Config)
 
 
 def test_requests_move_only_where_they_go_on_as_they_were() -> None:

@@ -5,21 +5,18 @@ Skips environments and agents, whose prompts would start an episode.
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse, islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
-from dora_pipe.config.model import Config, Task
+from dora_pipe.config.model import Config
 from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.errors import ConfigError, DoraError
 from dora_pipe.producers.chat.chat import Chat, Conversation
@@ -29,7 +26,7 @@ from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.task import Split
 from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import prompt_of
-from dora_pipe.schemas.control import INFRASTRUCTURE, RunStarted
+from dora_pipe.schemas.control import INFRASTRUCTURE
 
 FIRST_ROWS: Final = 256
 """Checked prompts per source, spread evenly over its rows."""
@@ -156,18 +153,13 @@ def look(
         prompts = PromptsSeen(source=source, rows=rows)
         order = islice(ordered(rows), rows_max)
         until_s = time.monotonic() + seconds
-        for row, event in answers(pool, source, order, until_s=until_s):
+        for row, event in answers(pool, source, order, until_s):
             read(prompts, row, event, tokenizer, chats.get(source))
         yield prompts
 
 
 def answers(
-    pool: TaskPool,
-    source: str,
-    rows: Iterable[int],
-    stop: Callable[[], bool] = lambda: False,
-    *,
-    until_s: float = math.inf,
+    pool: TaskPool, source: str, rows: Iterable[int], until_s: float
 ) -> Iterator[tuple[int, TaskEvent]]:
     split: Split = "train" if source.startswith("train") else "eval"
     remaining, asked = iter(rows), dict[str, int]()
@@ -176,7 +168,7 @@ def answers(
             request = f"{source} {row}"
             pool.start(PromptCall(request=request, split=split, index=row, source=source))
             asked[request] = row
-        if not asked or stop() or time.monotonic() > until_s:
+        if not asked or time.monotonic() > until_s:
             break
         for event in pool.poll(POLL_S):
             if event.request in asked:
@@ -208,77 +200,3 @@ def read(
     token = next(filter(None, map(tokenizer.spelled, texts)), "")
     if token:
         prompts.spelled.append((row, token))
-
-
-CHUNK_ROWS: Final = 64
-"""Rows between pauses; a pause lasts as long as its rows, to use half a core."""
-
-CLOSE_S: Final = 5.0
-
-
-class PromptWatch:
-    """Check of the prompts after the first ones, while the run goes."""
-
-    def __init__(self, config: Config, first: RunStarted, model: Callable[[], Path]) -> None:
-        """`model` returns the tokenizer's directory; it is called in the thread."""
-        self._specs = [spec for spec in pool_specs(config) if _has_more_rows(spec, first)]
-        self._model = model
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="prompts", daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._specs:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._specs:
-            self._thread.join(CLOSE_S)
-
-    def lines(self) -> list[str]:
-        return [self._lines.get() for _ in range(self._lines.qsize())]
-
-    def _look(self) -> None:
-        try:
-            for spec in self._specs:
-                self._look_at(spec)
-        except DoraError as error:
-            self._lines.put(f"prompts: row checks stopped: {error.message}")
-
-    def _look_at(self, spec: PoolSpec) -> None:
-        task = msgspec.structs.replace(spec.task, processes=1, reward="none")
-        model = self._model()
-        tokenizer = Tokenizer(model).reading(task.special_tokens)
-        with TaskPool(task) as pool:
-            facts, opened = pool.wait(), [(spec, pool)]
-            stop = self._ended.is_set
-            chats = chats_of(opened, time.time_ns(), model, tokenizer, stop=stop)
-            for source in spec.sources:
-                rows = facts.data(source).rows
-                prompts, threshold = PromptsSeen(source=source, rows=rows), 1
-                remaining, begun = islice(ordered(rows), FIRST_ROWS, None), time.monotonic()
-                for count, (row, event) in enumerate(answers(pool, source, remaining, stop), 1):
-                    read(prompts, row, event, tokenizer, chats.get(source))
-                    if len(prompts.failed) + len(prompts.spelled) >= threshold:
-                        threshold = 2 * (len(prompts.failed) + len(prompts.spelled))
-                        self._say(prompts)
-                    if count % CHUNK_ROWS == 0:
-                        self._ended.wait(time.monotonic() - begun)
-                        begun = time.monotonic()
-                if stop():
-                    return
-                if threshold > 2:
-                    self._say(prompts)
-
-    def _say(self, prompts: PromptsSeen) -> None:
-        for note in prompts.notes():
-            self._lines.put(f"prompts, {prompts.source}: {note}")
-
-
-def _has_more_rows(spec: PoolSpec, first: RunStarted) -> bool:
-    task: Task = spec.task
-    of_files = task.kind == "dataset" and not (task.mcp or task.url or task.has_agent)
-    sizes = [data.rows for data in map(first.data, spec.sources) if data is not None]
-    return of_files and max(sizes, default=0) > FIRST_ROWS

@@ -31,7 +31,6 @@ from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus
 from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.processes import RoleStart, start_role
-from dora_pipe.launch.prompt_check import PromptWatch
 from dora_pipe.launch.run_dir import RunDir, locked
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
@@ -76,13 +75,9 @@ def _supervise(
     if config.telemetry.traces != "off":
         other_roles.append(local_roles.TRACES)
 
-    def assets() -> Path:
-        return directory.policies(config).assets(plan.first.assets_digest)
-
     with (
         closing(directory.open_bus(config)) as bus,
         BrokerWatch(config, directory.open_bus) as brokers,
-        PromptWatch(config, plan.first, assets) as prompts,
     ):
         progress = _progress(bus, config, directory.logs, verbose=verbose)
         console = RunConsole(progress, report)
@@ -93,8 +88,6 @@ def _supervise(
             disk.turn()
             progress.stopping = supervisor.stopping
             console.turn()
-            for line in prompts.lines():
-                report(line)
             if watch is not None:
                 watch(progress, supervisor)
 

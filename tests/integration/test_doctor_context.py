@@ -20,7 +20,6 @@ from dora_pipe.launch.model_checks import check_chat
 from dora_pipe.launch.prompt_check import (
     FIRST_ROWS,
     PromptsSeen,
-    PromptWatch,
     check_first,
     look,
     ordered,
@@ -29,8 +28,6 @@ from dora_pipe.launch.prompt_check import (
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_qwen2
-from tests.support.orchestrator_records import run_started
-from tests.support.user_run import until
 
 
 @pytest.fixture(scope="module")
@@ -192,27 +189,6 @@ def test_of_many_rows_a_bounded_part_is_looked_at_before_the_start(
         (subset,) = look(spec, pool, model, {}, rows_max=4, seconds=60)
         (none,) = look(spec, pool, model, {}, rows_max=None, seconds=-1)
     assert (subset.looked_at, none.looked_at, none.hopeless) == (4, 0, False)
-
-
-def test_rows_beyond_the_first_are_looked_at_while_a_run_goes_on(tmp_path: Path) -> None:
-    chat = write_chat_model(tmp_path, text=REFUSES)
-    own_config = config(chat, tmp_path / "d.jsonl", [9])
-    earlier_spread = set(spread(600, FIRST_ROWS))
-    bad = next(row for row in range(500, 600) if row not in earlier_spread)
-    prompts = [asked("7", "system" if row == bad else "user") for row in range(600)]
-    rows = [json.dumps({"prompt": prompt, "answer": "7"}) for prompt in prompts]
-    (tmp_path / "d.jsonl").write_text("\n".join(rows) + "\n")
-    (spec,) = pool_specs(own_config)
-    with TaskPool(spec.task) as pool:
-        pool.wait()
-        assert list(check_first(spec, pool, chat, check_chat(spec, pool, chat))) == []
-    with PromptWatch(own_config, run_started(own_config, rows=600), lambda: chat) as watch:
-        lines: list[str] = []
-        until(lambda: [*map(lines.append, watch.lines())] != [])
-        (line,) = lines
-    assert f"row {bad}: TaskError: the model's chat template ignores system" in line
-    with PromptWatch(own_config, run_started(own_config, rows=9), lambda: chat) as watch:
-        assert watch.lines() == []
 
 
 def test_a_failed_row_speaks_for_no_row_that_was_not_looked_at() -> None:

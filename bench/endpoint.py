@@ -21,9 +21,8 @@ from dora_pipe.bench.support import emit_figures
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.config import model
 from dora_pipe.launch.examples import write_word_tokenizer
-from dora_pipe.producers.sessions.addresses import SessionAddress
 from dora_pipe.producers.sessions.endpoint import SessionPort
-from dora_pipe.producers.sessions.frames import EndpointSetup, SourceSetup
+from dora_pipe.producers.sessions.frames import EndpointSetup, SessionAddress, SourceSetup
 from dora_pipe.producers.tasks import calculator
 from dora_pipe.producers.worker.effects import AnswerCall, CallAsked, OpenSession
 

@@ -41,13 +41,11 @@ def role_of(status: AnyMetrics) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """A worker's counters: tokens, and episodes that restarted or were replayed after a loss."""
+    """A worker's counters of tokens."""
 
     sampled: int = 0
     computed: int = 0
     reused: int = 0
-    restarted: int = 0
-    replayed: int = 0
 
     @property
     def reused_share(self) -> float:
@@ -59,8 +57,6 @@ class WorkerCounts:
             self.sampled + other.sampled,
             self.computed + other.computed,
             self.reused + other.reused,
-            self.restarted + other.restarted,
-            self.replayed + other.replayed,
         )
 
 
@@ -170,6 +166,4 @@ def _counts(status: AnyMetrics) -> WorkerCounts:
         status.tokens_total,
         status.prompt_tokens_computed,
         status.prompt_tokens_reused,
-        status.episodes_restarted,
-        status.episodes_replayed,
     )

@@ -173,8 +173,6 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     counts = worker.counts
     reused = f" reused {counts.reused_share:.0%}" if counts.reused else ""
-    reused += f" restarted {counts.restarted}" if counts.restarted else ""
-    reused += f" replayed {counts.replayed}" if counts.replayed else ""
     return Line(
         f"{text} {status.active}/{history.joined.slots}+{status.waiting}{away}"
         f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}{reused}",

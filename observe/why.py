@@ -237,7 +237,6 @@ class _Present:
             return "working"
         heard = self._stats.statuses.heard.get(name)
         rate = 0.0 if heard is None else heard.tokens_per_s
-        again = status.episodes_restarted
         counts = (
             (status.waiting, "waiting for a slot"),
             (status.in_environment, "in environments"),
@@ -246,8 +245,6 @@ class _Present:
         )
         parts = [f"samples {counted(status.active, 'request')} of version {status.version}"]
         parts += [f"{count} {what}" for count, what in counts if count]
-        if again:
-            parts.append(f"{counted(again, 'episode')} restarted")
         if status.calls_open:
             longest = duration(self._ago_s(status.call_since_ns))
             parts.append(f"{counted(status.calls_open, 'open call')}, the longest for {longest}")

@@ -144,10 +144,6 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens served from the prefix cache."""
     failing: tuple[FailingServer, ...] = ()
     """Failing servers of its tasks, at most 8."""
-    episodes_restarted: int = 0
-    """Episodes that lost their environment and tokens."""
-    episodes_replayed: int = 0
-    """Episodes replayed in another environment."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:

@@ -229,11 +229,6 @@ class GrowingRoutes:
         if new > 0:
             self.add(routes.part(routes.tokens - new), length)
 
-    def cut(self, length: int) -> None:
-        """Truncate to `length` tokens."""
-        if self._kind is not None:
-            del self._data[length * self._kind.token_bytes :]
-
     def between(self, start: int, end: int) -> Routes | None:
         """Return entries of [start, end), which may exceed the known ones; None without any."""
         if self._kind is None:

@@ -141,7 +141,6 @@ class _RunningProgram:
     waits: int = 0
     idle_ns: int = 0
     """Time at which `waits` became 0."""
-    again: bool = False
     raises: bool = False
     """Whether it raises at its end."""
 
@@ -174,7 +173,6 @@ class Agents:
         self._observer = observer or AgentObserver()
         self._open: set[str] = set()
         self._running: dict[str, _RunningProgram] = {}
-        self._begun: set[str] = set()
         self._later: list[tuple[int, int, Any]] = []
         self._serial, self._numbers = count(), count()
 
@@ -219,10 +217,9 @@ class Agents:
         self._observer.began(self._incarnation, name)
         draws = self._draws(name.partition("/")[0])
         running = _RunningProgram(call=call, program=program(call, draws))
-        running.raises, running.again = self._befalls(AGENT_RAISES), name in self._begun
+        running.raises = self._befalls(AGENT_RAISES)
         running.idle_ns = self._clock.now_ns()
         self._running[name] = running
-        self._begun.add(name)
         if self._befalls(AGENT_LOST):
             message = self._chance.choice(LOST_MESSAGES)
             self._say(EpisodeLost(request=name, message=message), 3 * self._think_ns())
@@ -265,11 +262,7 @@ class Agents:
     def idle(self) -> dict[str, int]:
         """Start times at which requests needed no slot."""
         programs = self._running.items()
-        return {
-            name: program.idle_ns
-            for name, program in programs
-            if not (program.waits or program.again)
-        }
+        return {name: program.idle_ns for name, program in programs if not program.waits}
 
     def _draws(self, trajectory: str) -> Draws:
         """Return a program's random numbers; a wandering one changes them from some round on."""

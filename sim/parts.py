@@ -39,7 +39,7 @@ from dora_pipe.producers.engines.simulated import (
     SimulatedEngine,
     long_tailed_length,
 )
-from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.frames import Addresses
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     EnvObserved,

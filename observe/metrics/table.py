@@ -95,17 +95,6 @@ def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
     return ((worker.name, worker.status) for worker in stats.present() if worker.status is not None)
 
 
-def _episodes(stats: RunStats) -> Samples:
-    return {
-        (name, recovery): count
-        for name, worker in stats.workers.items()
-        for recovery, count in (
-            ("restarted", worker.counts.restarted),
-            ("replayed", worker.counts.replayed),
-        )
-    }
-
-
 def _of_places(value: Callable[[FailingServer], float]) -> Callable[[RunStats], Samples]:
     return lambda stats: {
         (name, server.task, server.url or HERE): value(server)
@@ -276,12 +265,6 @@ WORKERS: Final = (
         "prefix_cache_hit_tokens_total{worker}",
         "Prompt tokens found in the prefix cache.",
         lambda t: {name: one.counts.reused for name, one in t.workers.items()},
-    ),
-    counter(
-        "episodes_interrupted_total{worker,recovery}",
-        "Episodes that lost their environment: `restarted` from the prompt, or `replayed` "
-        "into a new one.",
-        _episodes,
     ),
     gauge(
         "task_server_failures{worker,task,server}",

@@ -32,17 +32,16 @@ class Addresses:
     port: int
     secret: bytes
 
-    def of(self, request: str, start: int = 0) -> SessionAddress:
-        name = session_name(request, start)
+    def of(self, request: str) -> SessionAddress:
+        name = session_name(request)
         host = f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.port}/s/{name}/v1"
         return SessionAddress(base_url=url, api_key=key_of(self.secret, name))
 
 
-def session_name(request: str, start: int = 0) -> str:
-    """Return a path segment for a start; late calls of earlier starts have another."""
-    name = request.replace("/", ".")
-    return f"{name}.{start}" if start else name
+def session_name(request: str) -> str:
+    """Return the path segment of an attempt; late calls of earlier ones have another."""
+    return request.replace("/", ".")
 
 
 def key_of(secret: bytes, name: str) -> str:

@@ -7,20 +7,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter
 from typing import Final
 
 from dora_pipe.core.errors import ConfigError, ResourceError
 from dora_pipe.core.system.console import own_name
 from dora_pipe.core.system.proxies import bypass_proxies
-from dora_pipe.producers.sessions.addresses import SECRET_BYTES, Addresses
 from dora_pipe.producers.sessions.frames import (
+    SECRET_BYTES,
     UP,
-    Begun,
+    Addresses,
     Down,
     EndpointSetup,
     Setup,
-    Up,
     pack,
     unpack,
 )
@@ -69,10 +67,7 @@ class SessionPort:
         self.addresses = Addresses(
             host=_ANYWHERE.get(host, host), port=port, secret=os.urandom(SECRET_BYTES)
         )
-        self._open: dict[str, str] = {}
-        """Source by request."""
-        self._opening: Counter[str] = Counter()
-        """Opened but not begun: calls still belong to the previous session."""
+        self._open: set[str] = set()
         self._events: list[SessionEvent] = []
         self._deaths_in_a_row = 0
         self._started = 0
@@ -87,11 +82,11 @@ class SessionPort:
     def start(self, effect: SessionEffect) -> None:
         request = effect.request
         if isinstance(effect, OpenSession):
-            self._open[request] = effect.source
-            self._opening[request] += 1
+            self._open.add(request)
         elif isinstance(effect, CloseSession):
-            if self._open.pop(request, None) is None:
+            if request not in self._open:
                 return
+            self._open.remove(request)
             self._events = [event for event in self._events if event.request != request]
         self._put(effect)
         self._flush()
@@ -168,16 +163,10 @@ class SessionPort:
                 return
             self._in += data
             for body in unpack(self._in):
-                self._heard(UP.decode(body))
-
-    def _heard(self, frame: Up) -> None:
-        match frame:
-            case Begun(request=request):
-                self._opening -= Counter((request,))  # removes zeros
-            case CallAsked(request=request):
                 self._deaths_in_a_row = 0
-                if request in self._open and request not in self._opening:
-                    self._events.append(frame)
+                asked = UP.decode(body)
+                if asked.request in self._open:
+                    self._events.append(asked)
 
     def _ended(self) -> None:
         """Restart at the same address."""
@@ -193,8 +182,7 @@ class SessionPort:
                 f" with status {status}",
                 hint="see their stderr",
             )
-        lost, self._open = self._open, {}
-        self._opening.clear()
+        lost, self._open = sorted(self._open), set()
         self._events = [event for event in self._events if not isinstance(event, CallAsked)]
         self._events += [EpisodeLost(request=request, message=why) for request in lost]
         self._start()

@@ -11,7 +11,6 @@ from typing import Final
 from dora_pipe.config import model
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.sessions.addresses import check_key, session_name
 from dora_pipe.producers.sessions.calls import (
     CallRequest,
     Refused,
@@ -20,7 +19,7 @@ from dora_pipe.producers.sessions.calls import (
     check_template,
 )
 from dora_pipe.producers.sessions.conversations import Conversations, Prompt
-from dora_pipe.producers.sessions.frames import Begun, Up
+from dora_pipe.producers.sessions.frames import Up, check_key, session_name
 from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
@@ -83,8 +82,6 @@ class Sessions:
         self._send = send
         self._next_call = first_call
         self._open: dict[str, Session] = {}
-        self._names: dict[str, str] = {}
-        """Session names by request."""
         self._opening: dict[str, asyncio.Event] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: dict[int, asyncio.Future[AnswerCall]] = {}
@@ -173,24 +170,18 @@ class Sessions:
         return call, self._waiting[call]
 
     def _begin(self, frame: OpenSession) -> None:
-        name = session_name(frame.request, frame.start)
-        self._end(frame.request)
-        self._ended.pop(name, None)
-        self._names[frame.request] = name
+        name = session_name(frame.request)
         source = self._sources[frame.source]
         conversations = None if source.chat is None else Conversations(source.chat)
         self._open[name] = Session(
             request=frame.request, name=name, source=source, conversations=conversations
         )
-        self._send(Begun(request=frame.request))
         opening = self._opening.pop(name, None)
         if opening is not None:
             opening.set()
 
     def _end(self, request: str) -> None:
-        name = self._names.pop(request, None)
-        if name is None:
-            return
+        name = session_name(request)
         session = self._open.pop(name)
         for call in session.calls:
             waiting = self._waiting.get(call)

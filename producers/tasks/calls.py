@@ -106,8 +106,6 @@ class AgentCall(Message, frozen=True, kw_only=True):
     api_key: str = ""
     """Session of the request, added by the port."""
     source: str = ""
-    start: int = 0
-    """Number of the agent's start on this worker."""
 
 
 class Forget(Message, frozen=True, kw_only=True):

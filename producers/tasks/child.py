@@ -74,7 +74,6 @@ class OpenCall:
     until_ns: int = 0
     deaths: int = 0
     """Deaths of processes under it that have other suspects."""
-    avoid: Child | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -26,7 +26,6 @@ from dora_pipe.producers.tasks.calls import (
     EpisodeLost,
     Exhausted,
     Forget,
-    GroupRewarded,
     Hello,
     Progress,
     PromptCall,
@@ -93,10 +92,8 @@ class TaskPool:
         self._episodes: dict[str, tuple[Child, int, PromptReady]] = {}
         """Process, number and prompt."""
         self._ends_ns: dict[str, int] = {}
-        self._lost: dict[str, tuple[str, Child]] = {}
-        """Reason and process."""
-        self._suspected: dict[str, int] = {}
-        """Deaths under a request's call that have other suspects."""
+        self._lost: dict[str, str] = {}
+        """Reasons."""
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
@@ -133,7 +130,6 @@ class TaskPool:
     def start(self, effect: TaskEffect) -> None:
         if isinstance(effect, Forget):
             self.forget(effect.request)
-            self._suspected.pop(effect.request, None)
         else:
             self.submit(effect)
 
@@ -142,21 +138,21 @@ class TaskPool:
 
         Raises ValueError if the request has an open call, ResourceError above `QUEUE_MAX` calls.
         """
-        lost = self._lost.get(call.request)
         if isinstance(call, PromptCall | AgentCall):
             self.forget(call.request)
         if call.request in self._open:
             raise ValueError(f"{call.request} already has a call")
         if len(self._open) >= QUEUE_MAX:
             raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
-        if lost is not None and not isinstance(call, PromptCall | AgentCall):
-            self._events.append(EpisodeLost(request=call.request, message=lost[0]))
+        if call.request in self._lost:
+            message = self._lost[call.request]
+            self._events.append(EpisodeLost(request=call.request, message=message))
             return
         if isinstance(call, EnvStep) and self._left_ns(call.request) <= 0:
             self._end_episode(call.request)
             self._fail(call.request, EPISODE_TIMEOUT, episode_too_long(self._task))
             return
-        self._enqueue(call, avoid=None if lost is None else lost[1])
+        self._enqueue(call)
 
     def forget(self, request: str) -> None:
         call = self._open.pop(request, None)
@@ -203,7 +199,7 @@ class TaskPool:
 
     # Calls to processes
 
-    def _enqueue(self, call: TaskCall, *, avoid: Child | None = None) -> None:
+    def _enqueue(self, call: TaskCall) -> None:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
@@ -223,8 +219,6 @@ class TaskPool:
             frame=frame,
             limit_ns=int(seconds * _NS),
             late="TimedOut" if seconds < left_s else EPISODE_TIMEOUT,
-            deaths=self._suspected.get(call.request, 0),
-            avoid=avoid,
             agent=isinstance(call, AgentCall),
             threaded=isinstance(call, EnvStep | PromptCall | AgentCall),
         )
@@ -243,8 +237,7 @@ class TaskPool:
     def _hand_out(self, now_ns: int) -> None:
         while self._queue and (takers := self._takers()):
             call = self._queue.popleft()
-            preferred = [child for child in takers if child is not call.avoid] or takers
-            min(preferred, key=lambda child: child.load).send(call, now_ns)
+            min(takers, key=lambda child: child.load).send(call, now_ns)
         for child in self._children:
             child.flush()
 
@@ -322,9 +315,7 @@ class TaskPool:
         if isinstance(event, TaskFailed | EpisodeLost | Rewarded):
             self._end_episode(call.request)
         if isinstance(event, EpisodeLost):
-            self._lost[call.request] = event.message, child
-        elif isinstance(event, Rewarded | GroupRewarded | TaskFailed):
-            self._suspected.pop(call.request, None)
+            self._lost[call.request] = event.message
         self._events.append(event)
 
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
@@ -427,7 +418,6 @@ class TaskPool:
         if call.forgotten:
             return  # its request may have another call by now
         del self._open[call.request]
-        self._suspected.pop(call.request, None)
         self._end_episode(call.request)
         self._fail(call.request, error, message)
 
@@ -436,7 +426,6 @@ class TaskPool:
         if call.forgotten:
             return
         call.deaths += 1
-        self._suspected[call.request] = call.deaths
         if call.deaths >= DEATHS_OF_CALL_MAX:
             self._blame(call, "ProcessDied", message)
             call.forgotten = True
@@ -446,7 +435,7 @@ class TaskPool:
         calls = [*child.begun.values(), *child.sent.values()]
         for call in calls:
             if call.agent and not call.forgotten:
-                self._lose_agent(call, child, message)
+                self._lose_agent(call, message)
         free = [call for call in calls if call.episode is None and not call.forgotten]
         self._queue.extendleft(reversed(free))
         why = message_line(f"the process of its environment ended: {message}")
@@ -454,14 +443,14 @@ class TaskPool:
             del self._episodes[request]
             self._ends_ns.pop(request, None)
             self._open.pop(request, None)
-            self._lost[request] = why, child
+            self._lost[request] = why
             self._events.append(EpisodeLost(request=request, message=why))
 
-    def _lose_agent(self, call: OpenCall, child: Child, message: str) -> None:
+    def _lose_agent(self, call: OpenCall, message: str) -> None:
         call.forgotten = True
         del self._open[call.request]
         why = message_line(f"the process of its agent ended: {message}")
-        self._lost[call.request] = why, child
+        self._lost[call.request] = why
         self._events.append(EpisodeLost(request=call.request, message=why))
 
     def _count_death(self, now_ns: int, message: str) -> None:

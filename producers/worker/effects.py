@@ -39,8 +39,6 @@ class OpenSession(OfRequest, frozen=True, kw_only=True, tag=True):
     """Open a session before its `AgentCall`; the SessionPort returns `CallAsked` for each call."""
 
     source: str = ""
-    start: int = 0
-    """Number of the agent's start on this worker."""
 
 
 class CallAsked(OfRequest, frozen=True, kw_only=True, tag=True):
@@ -79,7 +77,7 @@ class RefuseCall(OfRequest, frozen=True, kw_only=True, tag=True):
 
 
 class CloseSession(OfRequest, frozen=True, kw_only=True, tag=True):
-    """Reject open and later calls with 410; the same key may be opened again."""
+    """Reject open and later calls with 410."""
 
     source: str = ""
 

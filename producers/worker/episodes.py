@@ -1,7 +1,6 @@
 """Replayable episodes: a fresh environment replays the model's turns after a loss.
 
-    another worker had it: PROMPTING -> RESUMING -> ENVIRONMENT (repeated) -> FETCHING -> ...
-    its process has died:  any phase up to REWARDING -> PROMPTING -> ENVIRONMENT (repeated)
+    an earlier attempt had it: PROMPTING -> RESUMING -> ENVIRONMENT (repeated) -> FETCHING -> ...
 
 The environment receives the recorded turns and must return the recorded tokens; the first
 difference fails the request as `ReplayDiffers`, and it restarts from the prompt. An answer without
@@ -14,17 +13,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from dora_pipe.core.pure.machine import Now
-from dora_pipe.producers.tasks.calls import (
-    EnvObserved,
-    EpisodeLost,
-    PromptReady,
-    TaskFailed,
-)
+from dora_pipe.producers.tasks.calls import EnvObserved, TaskFailed
 from dora_pipe.producers.worker.effects import ProgressFetched
-from dora_pipe.producers.worker.request import (
-    Phase,
-    RequestState,
-)
+from dora_pipe.producers.worker.request import RequestState
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
@@ -32,24 +23,9 @@ from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "length": "length"}
 
 
-EPISODES_REPLAYED: Final = "episodes told again"
-"""Counter of replays."""
-
-REPLAYS_MAX: Final = 16
-"""Replays before the request fails."""
-
-
 class Episodes:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-
-    # From its prompt, or from its progress
-
-    def prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
-        if request.sequence.sampled_tokens:
-            self._replay(request, event.token_ids, now)
-        else:
-            self._requests.prompted(request, event, now)
 
     def resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         prompt = request.sequence.token_ids
@@ -61,25 +37,6 @@ class Episodes:
         request.turn.finish = FINISHES.get(getattr(event.chunks[-1], "finish", ""))
         self._replay(request, prompt, now)
 
-    def episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        requests, sequence = self._requests, request.sequence
-        if sequence.in_stay:
-            setup, version = requests.setup, request.served.version
-            sequence.end_stay(
-                now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
-            )
-        if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
-            requests.episode_lost(request, event, now)
-            return
-        request.replays += 1
-        if requests.starts_again(request, event, now, request.replays <= REPLAYS_MAX):
-            requests.leave_engine(request)
-            requests.drop_kv(request)
-            request.turn.replay.clear()
-            if sequence.cut():
-                request.turn.finish = "stop"
-            requests.ask_prompt(request)
-
     # Its turns, told again
 
     def _replay(self, request: RequestState, prompt: Sequence[int], now: Now) -> None:
@@ -88,7 +45,6 @@ class Episodes:
         if recorded != list(prompt):
             self._differs(request, f"the prompt {_difference(prompt, recorded)}", now)
             return
-        self._requests.counts[EPISODES_REPLAYED] += 1
         request.turn.replay.extend(sequence.exchanges())
         self._replay_next(request, now)
 

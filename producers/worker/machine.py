@@ -42,11 +42,10 @@ from dora_pipe.producers.worker.effects import (
     WorkerEffect,
     WorkerEvent,
 )
-from dora_pipe.producers.worker.episodes import EPISODES_REPLAYED, Episodes
+from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
     NOTHING,
-    STARTED_AGAIN,
     WAITING_PHASES,
     Phase,
     Served,
@@ -445,8 +444,6 @@ class WorkerMachine:
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
             failing=self._failing(),
-            episodes_restarted=requests.counts[STARTED_AGAIN],
-            episodes_replayed=requests.counts[EPISODES_REPLAYED],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         requests.out.publish += self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

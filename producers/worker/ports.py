@@ -34,7 +34,7 @@ from dora_pipe.core.loop.runtime import Meter, Port, PortGroup
 from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.chat.chat import Chat, Conversation
-from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.frames import Addresses
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     EnvObserved,
@@ -155,7 +155,7 @@ class TaskPort:
                 return replace(effect, completions=completions, sampled=())
             case AgentCall():
                 assert self._addresses is not None, "a source with an agent has an endpoint"
-                address = self._addresses.of(effect.request, effect.start)
+                address = self._addresses.of(effect.request)
                 return replace(effect, base_url=address.base_url, api_key=address.api_key)
             case Forget():
                 self._conversations.pop(effect.request, None)

@@ -35,12 +35,6 @@ class Served:
 NOTHING: Final = Served(-1, "")
 
 
-EPISODE_RESTARTS_MAX: Final = 3
-"""Restarts before the request fails."""
-
-STARTED_AGAIN: Final = "episodes started again"
-
-
 class Phase(StrEnum):
     """State of a request; the value names its wait."""
 
@@ -197,10 +191,6 @@ class RequestState:
     turn: EpisodeTurn = field(default_factory=EpisodeTurn)
     session: Session | None = None
     call: OpenCall | None = None
-    restarts: int = 0
-    """Restarts from the prompt after its episode was lost."""
-    replays: int = 0
-    """Replays after its episode was lost."""
     chain: ProgressChain = field(default_factory=ProgressChain)
     cache: MovedCache = field(default_factory=MovedCache)
     started_ns: int | None = None
@@ -254,10 +244,6 @@ class RequestState:
         self.weights |= {chunk.version: chunk.digest for chunk in chunks}
         self.first_token_ns = chunks[0].started_ns
         self.chain.end = self.chain.resume.tokens
-
-    def start_over(self) -> None:
-        self.sequence = _NO_TOKENS
-        self.started_ns = self.first_token_ns = self.finished_ns = None
 
 
 def pin_of(scheduled: ScheduledRequest, setup: WorkerSetup) -> int:

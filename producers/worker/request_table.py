@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from dora_pipe.core.errors import DoraError, reason
 from dora_pipe.core.pure.machine import Now, Outputs, Publish
 from dora_pipe.core.pure.records import Append
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
+from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.effects import (
     CloseSession,
     DropKv,
@@ -95,7 +95,6 @@ class RequestTable:
         self.versions: frozenset[int] = frozenset()
         self.by_key: dict[str, RequestState] = {}
         self.now = Now(mono_ns=0, wall_ns=0)
-        self.turn = 0
         self.logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()  # by pin
@@ -106,7 +105,7 @@ class RequestTable:
         self.off_engine = OffEngine()
 
     def begin_turn(self, now: Now) -> Outputs[WorkerEffect]:
-        self.now, self.turn, self.out = now, self.turn + 1, Outputs()
+        self.now, self.out = now, Outputs()
         return self.out
 
     def in_phase(self, *phases: Phase) -> int:
@@ -130,7 +129,7 @@ class RequestTable:
         unanswered = [
             (request.call.asked_ns, key, request.place.trajectory, request.call.number)
             for key, request in self.by_key.items()
-            if request.call is not None and request.call.number is not None
+            if request.call is not None
         ]
         oldest = nsmallest(most, unanswered)
         return UnansweredCalls(
@@ -319,17 +318,6 @@ class RequestTable:
         message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
         self.fail(request.place, now, "Retargeted", message, retryable=True)
         self.abandon(request)
-
-    def starts_again(
-        self, request: RequestState, event: EpisodeLost, now: Now, allowed: bool
-    ) -> bool:
-        """Return whether a request whose process died may restart (`allowed`); else drop it."""
-        if not self.keeps(request):
-            self.hand_back(request, now)
-            return False
-        if not allowed:
-            self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
-        return allowed
 
     def give_up(
         self, request: RequestState, now: Now, error: str, message: str, *, retryable: bool

@@ -59,11 +59,9 @@ from dora_pipe.producers.worker.effects import (
 from dora_pipe.producers.worker.kv_handover import label_of
 from dora_pipe.producers.worker.request import (
     ANY_VERSION,
-    EPISODE_RESTARTS_MAX,
     GENERATING,
     MOVING,
     NOTHING,
-    STARTED_AGAIN,
     WAITING_PHASES,
     Phase,
     RequestState,
@@ -102,19 +100,13 @@ class Requests(RequestTable):
     def place(self, scheduled: ScheduledRequest, now: Now) -> None:
         """Take a request; free slots do not wait for its prompt."""
         request = self.new_state(scheduled, now)
-        if request is not None:
-            self.insert(request)
-            self.ask_prompt(request)
-
-    def ask_prompt(self, request: RequestState) -> None:
-        self.enter(request, Phase.PROMPTING)
-        key, spec = request.key, request.place.spec
+        if request is None:
+            return
+        self.insert(request)
+        spec = scheduled.spec
         self.ask(
             PromptCall(
-                request=key,
-                split=spec.purpose,
-                index=spec.index,
-                source=spec.source,
+                request=request.key, split=spec.purpose, index=spec.index, source=spec.source
             )
         )
 
@@ -292,12 +284,8 @@ class Requests(RequestTable):
         self.broken(request, f"{event.error}: {event.message}", now)
 
     def episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        request.restarts += 1
-        if self.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
-            self.counts[STARTED_AGAIN] += 1
-            self.leave_engine(request)
-            request.start_over()
-            self.ask_prompt(request)
+        """Hand back a request whose process died; another attempt continues from its progress."""
+        self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
 
     # REWARDING, LOGGING
 

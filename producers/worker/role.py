@@ -44,9 +44,8 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
-from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.sessions.endpoint import SessionPort, reach_directly
-from dora_pipe.producers.sessions.frames import EndpointSetup, SourceSetup
+from dora_pipe.producers.sessions.frames import Addresses, EndpointSetup, SourceSetup
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import (

@@ -175,22 +175,6 @@ class TokenSequence:
                 sampled = []
         return answered
 
-    def cut(self) -> bool:
-        """Remove empty stays and the answer to the last model turn; return whether it existed."""
-        answered = False
-        while len(self.segments) > 1:
-            last = self.segments[-1]
-            if last.kind == "model" and last.end > last.start:
-                break
-            answered |= last.kind != "model"
-            self.segments.pop()
-        end, self._turn = self.segments[-1].end, self.segments[-1].turn
-        del self.token_ids[end:], self.logprobs[end:], self.sampler_logprobs[end:]
-        del self.loss_mask[end:]
-        self.routes.cut(end)
-        self.prefills = [length for length in self.prefills if length < end]
-        return answered
-
     def start_stay(self, at_ns: int, *, imported: bool = False) -> None:
         """Enter a slot, with a prefill unless `imported`."""
         self._stay_start = len(self.token_ids)

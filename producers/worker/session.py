@@ -158,8 +158,8 @@ class CallKey(NamedTuple):
 class OpenCall:
     session: str
     name: CallKey
-    number: int | None
-    """Recipient of the answer; None if the caller is gone and may call again."""
+    number: int
+    """Recipient of the answer."""
     first: bool
     asked_ns: int
     asked_max: int | None
@@ -181,11 +181,11 @@ class Session:
     """Calls and answers of a session; changed only by `sessions.Sessions`."""
 
     tree: ContextTree = field(default_factory=ContextTree)
-    """All durable answers, also of earlier starts."""
+    """All durable answers, also of earlier attempts."""
     answers: dict[CallKey, int] = field(default_factory=dict)
     """Indices in `tree.turns`."""
     used: set[int] = field(default_factory=set)
-    """Indices of answers given to the current start."""
+    """Indices of answers given in this attempt."""
     open: dict[CallKey, str] = field(default_factory=dict)
     """Calls without a durable answer."""
     sampled: deque[CallKey] = field(default_factory=deque)
@@ -193,11 +193,8 @@ class Session:
     """Unacknowledged record."""
     calls: int = 0
     asked: Counter[str] = field(default_factory=Counter)
-    """Calls of the current start, by prompt."""
+    """Calls of this attempt, by prompt."""
     numbers: set[int] = field(default_factory=set)
-    starts: int = 0
-    begun: int = -1
-    """`RequestTable.turn` of the agent's last start."""
     limited: bool = False
     contexts: tuple[Context, ...] = ()
     made: tuple[Call, ...] = ()
@@ -209,13 +206,6 @@ class Session:
     @property
     def tokens_logged(self) -> int:
         return sum(len(turn.token_ids) for turn in self.tree.turns)
-
-    def start_again(self) -> None:
-        self.starts += 1
-        self.used.clear()
-        self.asked.clear()
-        self.numbers.clear()
-        self.limited = False
 
 
 def session_of(

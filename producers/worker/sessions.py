@@ -28,7 +28,6 @@ from dora_pipe.producers.engines.engine import RequestFinished
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     AgentEnded,
-    EpisodeLost,
     Forget,
     TaskFailed,
 )
@@ -41,7 +40,6 @@ from dora_pipe.producers.worker.effects import (
     RefuseCall,
 )
 from dora_pipe.producers.worker.request import (
-    EPISODE_RESTARTS_MAX,
     Phase,
     ProgressChain,
     RequestState,
@@ -118,34 +116,11 @@ class Sessions:
         self._ask_agent(request)
 
     def _ask_agent(self, request: RequestState) -> None:
-        key, spec, start = request.key, request.place.spec, _session(request).starts
-        self._requests.ask(OpenSession(request=key, source=spec.source, start=start))
-        _session(request).begun = self._requests.turn
+        key, spec = request.key, request.place.spec
+        self._requests.ask(OpenSession(request=key, source=spec.source))
         self._requests.ask(
-            AgentCall(
-                request=key,
-                split=spec.purpose,
-                index=spec.index,
-                source=spec.source,
-                start=start,
-            )
+            AgentCall(request=key, split=spec.purpose, index=spec.index, source=spec.source)
         )
-
-    def agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        """Restart the agent; sampling continues."""
-        requests, session = self._requests, _session(request)
-        request.restarts += 1
-        if requests.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
-            requests.counts["agents started again"] += 1
-            for key in session.open.values():
-                _call(requests.by_key[key]).number = None
-            session.start_again()
-            if request.phase is Phase.AGENT:
-                requests.close_session(request)
-                requests.ask(Forget(request=request.key, source=request.source))
-            request.start_over()
-            requests.enter(request, Phase.AGENT)
-            self._ask_agent(request)
 
     def agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
         """After a limit of the run, raising is a normal end of an agent."""
@@ -164,9 +139,6 @@ class Sessions:
 
     def asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
         session = _session(request)
-        if session.begun == self._requests.turn:  # the agent cannot have called yet
-            self.asked_too_late(request, event, now)
-            return
         if event.call in session.numbers:
             self._requests.counts["calls asked twice"] += 1
             return
@@ -175,8 +147,6 @@ class Sessions:
         if name in session.answers:
             self._requests.counts["calls answered from the record"] += 1
             self._answer(request, session.answers[name], event.call)
-        elif name in session.open:
-            _call(self._requests.by_key[session.open[name]]).number = event.call
         else:
             refusal = self._refusal(request, event)
             if refusal is not None:
@@ -199,15 +169,11 @@ class Sessions:
         if session.tokens >= request.params.max_tokens:
             message = f"this session has sampled {session.tokens} tokens, which is all that a run"
             return Refusal(429, TOO_MANY_TOKENS, f"{message} allows: end the session")
-        waiting = self._waiting(session)
+        waiting = len(session.open)
         if waiting >= CALLS_OPEN_MAX:
             message = f"this session waits for {waiting} answers, as many as it may"
             return Refusal(429, TOO_MANY_OPEN, f"{message}: wait for one of them")
         return None
-
-    def _waiting(self, session: Session) -> int:
-        by_key = self._requests.by_key
-        return sum(_call(by_key[key]).number is not None for key in session.open.values())
 
     def _refuse(self, request: RequestState, number: int, refusal: Refusal) -> None:
         status, code, message = refusal
@@ -257,8 +223,7 @@ class Sessions:
         request = self._requests.by_key[mine.session]
         if event.reason == "error":
             error = event.error or "the engine gave no reason"
-            if mine.number is not None:
-                self._refuse(request, mine.number, Refusal(500, ENGINE_FAILED, error))
+            self._refuse(request, mine.number, Refusal(500, ENGINE_FAILED, error))
             self._broken(request, "EngineError", error, now)
             return
         mine.finish, mine.ended_ns = event.reason, mine.not_before(now.wall_ns)
@@ -288,9 +253,8 @@ class Sessions:
             tokens=session.tokens_logged, partition=event.partition, offset=event.offset
         )
         self._requests.remove(call)
-        if mine.number is not None:
-            session.limited |= _cut(mine, len(turn.token_ids))
-            self._answer(request, turn.turn, mine.number)
+        session.limited |= _cut(mine, len(turn.token_ids))
+        self._answer(request, turn.turn, mine.number)
         self._log(request)
 
     def _answer(self, request: RequestState, index: int, number: int) -> None:

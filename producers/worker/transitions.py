@@ -29,7 +29,7 @@ from dora_pipe.producers.worker.effects import (
     RequestEvent,
 )
 from dora_pipe.producers.worker.episodes import Episodes
-from dora_pipe.producers.worker.request import Kind, Phase, RequestState
+from dora_pipe.producers.worker.request import GENERATING, Kind, Phase, RequestState
 from dora_pipe.producers.worker.request_table import PROGRESS_TAG
 from dora_pipe.producers.worker.requests import TRAJECTORY_TAG, Requests
 from dora_pipe.producers.worker.sessions import Sessions
@@ -41,11 +41,8 @@ Table = dict[tuple[Phase, type | str], Callable[[RequestState, Any, Now], None]]
 
 FINISHED: Final = (Phase.REWARDING, Phase.LOGGING)
 
-BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
+BETWEEN: Final = (Phase.ENVIRONMENT, Phase.WAITING)
 """Phases of a replayable episode in which the last turn may not be durable."""
-
-REPLAYING: Final = (*BETWEEN, Phase.RESUMING, Phase.FETCHING, Phase.RUNNING, Phase.REWARDING)
-"""Phases in which a replayable episode can lose its process."""
 
 
 def on(
@@ -94,7 +91,6 @@ def plain_table(requests: Requests) -> Table:
     generating = (Phase.RUNNING, Phase.EXPORTING)
     leaving = (Phase.EXPORTING, Phase.RELEASING, Phase.LEAVING)
     durable = (Phase.RUNNING, *leaving, *FINISHED)
-    losing = (*BETWEEN, Phase.RUNNING, Phase.REWARDING)
     return {
         **on(PromptReady, requests.prompted, Phase.PROMPTING),
         **on(TaskFailed, requests.prompt_failed, Phase.PROMPTING),
@@ -105,7 +101,7 @@ def plain_table(requests: Requests) -> Table:
         **on(RequestFinished, requests.finished, *generating),
         **on(EnvObserved, requests.observed, Phase.ENVIRONMENT),
         **on(TaskFailed, requests.environment_failed, Phase.ENVIRONMENT),
-        **on(EpisodeLost, requests.episode_lost, *losing),
+        **on(EpisodeLost, requests.episode_lost, *GENERATING, Phase.REWARDING),
         **on(Rewarded, requests.rewarded, Phase.REWARDING),
         **on(TaskFailed, requests.reward_failed, Phase.REWARDING),
         **on(Published, requests.trajectory_published, Phase.LOGGING, tag=TRAJECTORY_TAG),
@@ -118,11 +114,9 @@ def plain_table(requests: Requests) -> Table:
 def replayable_table(requests: Requests, episodes: Episodes) -> Table:
     """Return the transitions of an episode that a fresh environment can replay."""
     return {
-        **on(PromptReady, episodes.prompted, Phase.PROMPTING),
         **on(ProgressFetched, episodes.resumed, Phase.RESUMING),
         **on(EnvObserved, episodes.observed, Phase.ENVIRONMENT),
         **on(TaskFailed, episodes.environment_failed, Phase.ENVIRONMENT),
-        **on(EpisodeLost, episodes.episode_lost, *REPLAYING),
         **on(Published, requests.chunk_published, *BETWEEN, tag=PROGRESS_TAG),
     }
 
@@ -134,7 +128,6 @@ def session_table(sessions: Sessions) -> Table:
         **on(ProgressFetched, sessions.resumed, Phase.RESUMING),
         **on(AgentEnded, sessions.agent_ended, Phase.AGENT),
         **on(TaskFailed, sessions.agent_failed, Phase.AGENT),
-        **on(EpisodeLost, sessions.agent_lost, Phase.AGENT, Phase.REWARDING),
     }
 
 

@@ -35,7 +35,7 @@ from dora_pipe.orchestrator.process.trim_port import TrimPort
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
-from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.frames import Addresses
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     EnvObserved,

@@ -166,9 +166,6 @@ STATUS_CALLS = msgspec.structs.replace(
 STATUS_QUEUE = msgspec.structs.replace(STATUS_CALLS, calls_before=(12,))
 """And says which place they have in its queue."""
 
-STATUS_TOLD_AGAIN = msgspec.structs.replace(STATUS_SINCE, episodes_restarted=2, episodes_replayed=5)
-"""A worker that has lost environments."""
-
 STATUS_KEEPING = msgspec.structs.replace(
     STATUS_SINCE, prompt_tokens_computed=1200, prompt_tokens_reused=3400
 )

@@ -95,7 +95,6 @@ def files() -> dict[str, bytes]:
         "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
         "metrics/worker-status-off-engine.json": encode(later_values.STATUS_OFF_ENGINE),
         "metrics/worker-status-keeping.json": encode(later_values.STATUS_KEEPING),
-        "metrics/worker-status-replayed.json": encode(later_values.STATUS_TOLD_AGAIN),
         "metrics/worker-status-sessions.json": encode(later_values.STATUS_SESSIONS),
         "metrics/worker-status-failing.json": encode(later_values.STATUS_FAILING),
         "metrics/worker-status-calls.json": encode(later_values.STATUS_CALLS),

@@ -254,19 +254,6 @@ def test_episodes_of_a_process_that_died_for_another_are_lost_and_may_start_agai
     assert isinstance(ask(impatient, EnvStep(request="idle", turn=Turn(text="go"))), EnvObserved)
 
 
-def test_step_under_which_three_processes_died_is_to_blame(episodes: TaskPool) -> None:
-    ended = []
-    for _ in range(3):
-        ask(episodes, prompt("bad"))
-        ended.append(ask(episodes, EnvStep(request="bad", turn=Turn(text="die"))))
-    assert [type(event) for event in ended] == [EpisodeLost, EpisodeLost, TaskFailed]
-    assert isinstance(ended[-1], TaskFailed)
-    assert ended[-1].error == "ProcessDied"
-    ask(episodes, prompt("bad"))
-    again = ask(episodes, EnvStep(request="bad", turn=Turn(text="die")))
-    assert isinstance(again, EpisodeLost)  # a fresh start
-
-
 @pytest.mark.parametrize("text", ["hang", "sleep for ever"])
 def test_step_that_hangs_costs_nobody_elses_episode(impatient: TaskPool, text: str) -> None:
     for name in ("bad", "other"):

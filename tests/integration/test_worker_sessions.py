@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
     TaskFailed,
 )
-from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, WorkerSetup
+from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.sessions import CALLS_OPEN_MAX
 from dora_pipe.schemas.context_tokens import call_fault, contexts_of
 from dora_pipe.schemas.contexts import prompt_digest
@@ -399,33 +399,23 @@ def test_session_keeps_its_version_on_the_worker_until_it_ends() -> None:
     assert stage.trajectory().versions == [0] * 9
 
 
-def test_agent_whose_process_died_starts_again_and_is_answered_from_the_record() -> None:
+def test_agent_whose_process_died_is_handed_back_and_goes_on_from_its_record() -> None:
     stage = Stage(TALKS, think=2)
     worker = stage.worker(max_tokens=1000)
     stage.place(worker)
     world = stage.world
-    for answers in (2, 5):
-        until_told(stage, worker, answers)
-        agents(worker).lose(KEY)
-        world.ticks(worker, 2)
+    until_told(stage, worker, 3)
+    resume = worker.machine.requests.progress()[NAME]
+    agents(worker).lose(KEY)
     world.until_idle(worker)
-    assert worker.counts["agents started again"] == 2
-    assert worker.counts["calls answered from the record"] >= 2 + 5
-    check_record(stage, worker, stage.trajectory())
-    check_same(stage.trajectory(), alone(TALKS))
-    assert len(stage.sampled()) == 9, "nothing was sampled twice"
-
-
-def test_agent_that_dies_again_and_again_is_handed_back_with_its_record() -> None:
-    stage = Stage(TALKS, think=2)
-    worker = stage.worker(max_tokens=1000)
-    stage.place(worker)
-    for _ in range(EPISODE_RESTARTS_MAX + 1):
-        until_told(stage, worker, 3)
-        agents(worker).lose(KEY)
-        stage.world.ticks(worker, 3)
-    (fact,) = stage.world.facts(RequestFailed)
+    (fact,) = world.facts(RequestFailed)
     assert (fact.error, fact.retryable) == ("EpisodeLost", True)
+    assert agents(worker).closed == [KEY] and KEY in worker.tasks.forgotten
+    stage.place(worker, attempt=2, resume=resume)
+    world.until_idle(worker)
+    assert worker.counts["calls answered from the record"] >= 3
+    check_record(stage, worker, stage.trajectory(), f"{NAME}/2")
+    check_same(stage.trajectory(), alone(TALKS))
 
 
 def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory() -> None:
@@ -442,10 +432,13 @@ def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory()
     worker = stage.worker()
     stage.place(worker)
     until_told(stage, worker, 2)
+    resume = worker.machine.requests.progress()[NAME]
     agents(worker).lose(KEY)
     stage.world.until_idle(worker)
+    stage.place(worker, attempt=2, resume=resume)
+    stage.world.until_idle(worker)
     trajectory = stage.trajectory()
-    check_record(stage, worker, trajectory)
+    check_record(stage, worker, trajectory, f"{NAME}/2")
     assert len(trajectory.meta.calls) == 3
     assert worker.counts["calls answered from the record"] == 1
     assert worker.counts["recorded calls not asked again"] >= 1

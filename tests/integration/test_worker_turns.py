@@ -6,7 +6,7 @@ from itertools import chain, repeat
 
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.worker import World
 
@@ -80,28 +80,19 @@ def test_first_error_of_a_tool_is_named_beside_a_valid_reward() -> None:
     assert (fact.tool_error, fact.error, fact.valid) == ("KeyError: t.py:3: 'x'", "", True)
 
 
-def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> None:
+def test_lost_episode_is_handed_back() -> None:
     world = World(lengths=lambda seed, turn: 6)
-    calm = world.start(tasks=episode_tasks(last=2))
-    world.decide(world.place(calm, 0))
-    world.until_idle(calm)
-    token_ids = world.trajectories()["g0000000000-000"].token_ids
     tasks = episode_tasks(last=2)
     tasks.held.add(EnvStep)
-    worker = world.start(tasks=tasks, worker="w1")
+    worker = world.start(tasks=tasks)
     world.decide(world.place(worker, 0))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
     (key,) = worker.machine.requests.by_key
     tasks.lose(key)
-    tasks.seen.clear()
-    tasks.held.clear()
     world.until_idle(worker)
-    assert worker.counts["episodes started again"] == 1
-    world.ticks(worker, 150)
-    assert world.statuses()[-1].episodes_restarted == 1
-    again = world.trajectory(world.facts(TrajectoryLogged)[-1])
-    assert again.token_ids == token_ids
-    assert again.meta.prefills[0] == 3
+    (fact,) = world.facts(RequestFailed)
+    assert (fact.error, fact.retryable) == ("EpisodeLost", True)
+    assert tasks.forgotten == [key]
 
 
 def test_environment_that_raises_makes_an_invalid_trajectory() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.sessions.addresses import session_name
+from dora_pipe.producers.sessions.frames import session_name
 from dora_pipe.producers.worker.request import key_of
 from dora_pipe.schemas.context_tokens import contexts_of
 from tests.support.user_run import TEMPLATE, trajectories

@@ -46,9 +46,9 @@ class Stage:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def open(self, request: str, start: int = 0) -> tuple[str, str]:
-        self.tell(OpenSession(request=request, source="train", start=start))
-        address = self.port.addresses.of(request, start)
+    def open(self, request: str) -> tuple[str, str]:
+        self.tell(OpenSession(request=request, source="train"))
+        address = self.port.addresses.of(request)
         return address.base_url, address.api_key
 
     def end(self, request: str) -> None:

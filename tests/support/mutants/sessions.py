@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.worker import sessions
-from dora_pipe.producers.worker.effects import CallAsked
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase, RequestState, Served
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
-from dora_pipe.producers.worker.session import CallKey, CallPlace, ContextTree, Session
+from dora_pipe.producers.worker.session import CallPlace, ContextTree
 from dora_pipe.producers.worker.sessions import Sessions
-from dora_pipe.schemas.contexts import prompt_digest
 
 if TYPE_CHECKING:
     from tests.support.mutants.rules import Patches
@@ -32,27 +30,6 @@ def _answered_early(patches: Patches) -> None:
             self.durable(call, published, self._requests.now)
 
     patches.put(Sessions, "_log", log)
-
-
-def _occurrences_go_on(patches: Patches) -> None:
-    right = Session.start_again
-
-    def start_again(self: Session) -> None:
-        asked = self.asked.copy()
-        right(self)
-        self.asked = asked
-
-    patches.put(Session, "start_again", start_again)
-
-
-def _late_call_counts(patches: Patches) -> None:
-    right = Sessions._ask_agent
-
-    def ask_agent(self: Sessions, request: RequestState) -> None:
-        right(self, request)
-        sessions._session(request).begun = -1
-
-    patches.put(Sessions, "_ask_agent", ask_agent)
 
 
 def _calls_of_the_newest(patches: Patches) -> None:
@@ -86,19 +63,6 @@ def _unasked_kept(patches: Patches) -> None:
         right(self, request)
 
     patches.put(Sessions, "_close", make)
-
-
-def _open_call_lost(patches: Patches) -> None:
-    right = Sessions.asked
-
-    def asked(self: Sessions, request: RequestState, event: CallAsked, now: Now) -> None:
-        session, digest = sessions._session(request), prompt_digest(event.token_ids)
-        if CallKey(digest, session.asked[digest]) in session.open:
-            session.asked[digest] += 1
-        else:
-            right(self, request, event, now)
-
-    patches.put(Sessions, "asked", asked)
 
 
 def _calls_stay(patches: Patches) -> None:
@@ -137,24 +101,9 @@ OF_EPISODES: Final = (
 
 OF_SESSIONS: Final = (
     ("answered-early", "an answer leaves before its record is in the log", _answered_early),
-    (
-        "occurrences-go-on",
-        "calls of an agent that starts again are sampled as further ones",
-        _occurrences_go_on,
-    ),
-    (
-        "late-call-counts",
-        "what a dead agent had asked counts for the one that starts again",
-        _late_call_counts,
-    ),
     ("calls-of-the-newest", "calls are sampled by the newest version here", _calls_of_the_newest),
     ("shared-twice", "what contexts share stands in the record twice", _shared_twice),
     ("unasked-kept", "recorded calls that nobody asks again are trained", _unasked_kept),
-    (
-        "open-call-lost",
-        "a call that is sampled while its agent starts again is not answered",
-        _open_call_lost,
-    ),
     ("calls-stay", "a session that moves leaves its open calls where it was", _calls_stay),
     ("thinking-holds", "an agent that thinks holds a slot's place", _thinking_holds),
 )

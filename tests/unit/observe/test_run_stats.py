@@ -99,17 +99,9 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
     stage.status("w0", first, sampled=500)
     assert stage.stats.workers["w0"].counts.sampled == 100
     stage.status("w0", second, sampled=7, computed=40, reused=2)
-    stage.status(
-        "w0",
-        second,
-        sampled=7,
-        computed=50,
-        reused=3,
-        episodes_restarted=2,
-        episodes_replayed=4,
-    )
+    stage.status("w0", second, sampled=7, computed=50, reused=3)
     received_stage = stage.stats.workers["w0"]
-    assert received_stage.counts == WorkerCounts(107, 50, 3, 2, 4)
+    assert received_stage.counts == WorkerCounts(107, 50, 3)
 
 
 def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:

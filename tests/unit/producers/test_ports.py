@@ -19,7 +19,7 @@ from dora_pipe.producers.engines.engine import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.sessions.addresses import Addresses
+from dora_pipe.producers.sessions.frames import Addresses
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,

@@ -12,9 +12,7 @@ import pytest
 from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import (
-    AgentCall,
     AgentEnded,
-    EpisodeLost,
     Forget,
     RewardCall,
     Rewarded,
@@ -27,7 +25,6 @@ from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,
     EngineStarted,
-    OpenSession,
     RefuseCall,
 )
 from dora_pipe.producers.worker.episodes import Episodes
@@ -229,30 +226,13 @@ def test_session_that_ends_without_an_answer_fails(event: Any, error: str, retry
     assert driver.requests.by_key == {}
 
 
-def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_for() -> None:
-    driver = called(7)
-    driver.ask(1, [1, 2, 7])
-    effects = driver.give(EpisodeLost(request=KEY, message="killed"))
-    assert [type(effect) for effect in effects] == [CloseSession, Forget, OpenSession, AgentCall]
-    assert [effect.start for effect in effects[2:]] == [1, 1], (
-        "what the first still asks is not its call"
-    )
-    (again,) = driver.ask(0, [1, 2])
-    assert isinstance(again, AnswerCall) and (again.call, list(again.token_ids)) == (0, [7])
-    assert driver.ask(1, [1, 2, 7]) == []
-    driver.sample(f"{KEY}#1", [8])
-    (answer,) = driver.log(f"{KEY}#1", 5)
-    assert isinstance(answer, AnswerCall) and (answer.call, list(answer.token_ids)) == (1, [8])
-
-
 def test_answer_that_is_scored_is_the_one_that_the_record_has_last() -> None:
-    driver = called(7)
-    driver.ask(1, [1, 2, 7])
-    driver.sample(f"{KEY}#1", [8])
-    driver.log(f"{KEY}#1", 5)
-    driver.give(EpisodeLost(request=KEY, message="killed"))
-    driver.ask(2, [1, 2, 7])
-    driver.ask(3, [1, 2])
+    driver = Driver()
+    driver.ask(0, [1, 2])
+    driver.ask(1, [9])
+    for number, token in ((1, 7), (0, 8)):
+        driver.sample(f"{KEY}#{number}", [token])
+        driver.log(f"{KEY}#{number}", 5 - number)
     _, reward = driver.give(AgentEnded(request=KEY))
     assert isinstance(reward, RewardCall) and reward.sampled is not None
     record = trajectory_of(driver.requests.by_key[KEY], driver.requests.setup)

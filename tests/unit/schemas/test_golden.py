@@ -174,7 +174,6 @@ LATER = (
     later_values.READY_FALLBACK,
     later_values.STATUS_OFF_ENGINE,
     later_values.STATUS_KEEPING,
-    later_values.STATUS_TOLD_AGAIN,
     later_values.STATUS_SESSIONS,
     later_values.STATUS_FAILING,
     later_values.STATUS_TRIED,

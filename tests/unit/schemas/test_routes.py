@@ -139,9 +139,6 @@ def test_a_sequence_that_grows_has_what_came_and_nothing_else(data: st.DataObjec
         end = data.draw(st.integers(length + 1, len(ids)))
         growing.add(full_entries.part(length, end), end)
         length = end
-        if data.draw(st.booleans()):
-            length = data.draw(st.integers(0, length))
-            growing.cut(length)
     assert growing.known == length
     between = growing.between(0, len(ids))
     if between is not None:

@@ -47,7 +47,6 @@ from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.control import RequestFailed, RunStarted, config_digest, error_class
 from dora_pipe.schemas.identity import derive_seed, source_of
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.store.copies import Fallbacks
 from dora_pipe.store.model_dir import write_policy_dir
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
@@ -216,10 +215,6 @@ class _OtherWeights:
 
     def verify(self, digest: str) -> object:
         return read_manifest(self.file) if digest == self.digest else self.store.verify(digest)
-
-    @property
-    def fallbacks(self) -> Fallbacks:
-        return self.store.fallbacks
 
     def assets(self, digest: str) -> Path:
         return self.store.assets(digest)

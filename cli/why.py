@@ -131,7 +131,7 @@ def _print_summary(run: OpenRun, *, as_json: bool) -> None:
     if as_json:
         emit_json(asdict(summary))
         return
-    above = (summary.head, summary.failed.words, summary.ahead, *summary.alarms, *summary.fallbacks)
+    above = (summary.head, summary.failed.words, summary.ahead, *summary.alarms)
     for line in filter(None, above):
         emit_line(line)
     emit_line()

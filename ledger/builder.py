@@ -35,7 +35,6 @@ from dora_pipe.ledger.tables import (
     BatchRow,
     EventRow,
     FailureRow,
-    FallbackRow,
     GroupRow,
     MarkRow,
     PartRow,
@@ -56,7 +55,6 @@ from dora_pipe.schemas.control import (
     RequestFailed,
     RoleStarted,
     RunStarted,
-    StepCommitted,
     VersionsDropped,
     WeightsAdopted,
     WorkerJoined,
@@ -64,7 +62,6 @@ from dora_pipe.schemas.control import (
     error_class,
 )
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
@@ -87,42 +84,6 @@ _WHO: Final = ("worker", "trajectory", "group")
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-class FallbackAccount:
-    def __init__(self) -> None:
-        self._with_deltas: set[str] = set()
-        self._not_whole: set[str] = set()
-        self._versions: dict[str, int] = {}
-
-    def committed(self, fact: StepCommitted) -> Iterator[FallbackRow]:
-        """Note a version's stored forms; yield the trainer's fallbacks."""
-        self._versions.setdefault(fact.policy.digest, fact.step + 1)
-        if fact.delta is not None:
-            self._with_deltas.add(fact.policy.digest)
-        if not fact.full:
-            self._not_whole.add(fact.policy.digest)
-        who, at_ns = {"worker": "trainer", "incarnation": fact.incarnation}, fact.at_ns
-        for fallback in fact.fallbacks:
-            version = self._versions.get(fallback.digest, 0)
-            yield from self._rows(fallback, **who, version=version, at_ns=at_ns)
-
-    def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
-        """Yield a worker's fallbacks, except for forms never published."""
-        who, at_ns = {"worker": fact.worker, "incarnation": fact.incarnation}, fact.at_ns
-        for fallback in fact.fallbacks:
-            yield from self._rows(fallback, **who, version=fact.version, at_ns=at_ns)
-
-    def _rows(self, fallback: Fallback, **of: Any) -> Iterator[FallbackRow]:
-        if not fallback.absent or self._was_there(fallback):
-            yield FallbackRow(
-                reason=fallback.reason, taken=fallback.taken, bytes=fallback.bytes, **of
-            )
-
-    def _was_there(self, fallback: Fallback) -> bool:
-        if fallback.taken.startswith("weights/"):
-            return fallback.digest in self._with_deltas
-        return fallback.digest not in self._not_whole
-
-
 class CatalogueBuilder:
     """Rows of one run: call `fact` and `round`, then `drain` for ended rows and `live` for open
     ones."""
@@ -133,7 +94,6 @@ class CatalogueBuilder:
         self.last_ns = 0
         """Range of recorded times; 0 before the first."""
         self.rounds = 0
-        self._fallbacks = FallbackAccount()
         self._rows: list[Row] = []
 
     @property
@@ -158,9 +118,6 @@ class CatalogueBuilder:
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
                 times = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
                 self._rows.append(_row(ServedVersionRow, fact, **times))
-                self._rows += self._fallbacks.ready(fact)
-            case StepCommitted():
-                self._rows += self._fallbacks.committed(fact)
             case RequestFailed():
                 message = fact.message[:MESSAGE_MAX]
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)

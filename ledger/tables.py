@@ -91,18 +91,6 @@ class ServedVersionRow(Row, frozen=True, kw_only=True, gc=False):
     load_ms: Annotated[float, "Duration of the load, ms."]
 
 
-class FallbackRow(Row, frozen=True, kw_only=True, gc=False):
-    """A lost or damaged file of a version, and the file that replaced it."""
-
-    worker: Annotated[str, "Name of the worker, or `trainer`."]
-    incarnation: Annotated[int, "Incarnation of the worker or trainer."]
-    version: Annotated[Small, "Policy version that was loaded."]
-    at_ns: Annotated[int, "Time of the record that reports it."]
-    reason: Annotated[str, "Fault, name and path of the file."]
-    taken: Annotated[str, "Name of the file used instead."]
-    bytes: Annotated[int, "Bytes fetched for it; 0 if the file was on the machine."]
-
-
 class VersionRow(Row, frozen=True, kw_only=True, gc=False):
     """A published policy version."""
 
@@ -394,7 +382,6 @@ TABLES: Final = (
     Table(name="versions", row=VersionRow),
     Table(name="workers", row=WorkerRow, live=True),
     Table(name="served_versions", row=ServedVersionRow),
-    Table(name="fallbacks", row=FallbackRow),
     Table(name="batches", row=BatchRow, live=True),
     Table(name="parts", row=PartRow),
     Table(name="events", row=EventRow),

@@ -34,7 +34,6 @@ from dora_pipe.schemas.topics import Topics
 TOP_MAX: Final = 3
 STEPS_MAX: Final = 4
 ROLES_MAX: Final = 10
-FALLBACKS_MAX: Final = 3
 
 ADVICE_SHARE_MIN: Final = 0.05
 """Share of a role's time."""
@@ -72,10 +71,6 @@ FAILED: Final = """
            coalesce(max_by(error, trajectory_id), '') as error,
            coalesce(max(trajectory_id), '') as example
     from ended group by class order by count(class) desc, class limit 1"""
-
-FALLBACKS: Final = """
-    select worker, version, reason, taken, bytes, count(*) over () as count
-    from fallbacks order by at_ns desc limit ?"""
 
 SILENT_INTERVALS: Final = 6.0
 """Gap between statuses, in usual intervals."""
@@ -226,8 +221,6 @@ class Summary:
     longest: tuple[StepWait, ...]
     alarms: tuple[str, ...]
     failed: FailedShare
-    fallbacks: tuple[str, ...] = ()
-    """Files of versions that were lost or damaged in transfer, as lines."""
     stops: tuple[float, ...] = ()
     early_s: float = 0.0
     """Training of parts before their batch was complete."""
@@ -302,25 +295,9 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
         longest=tuple(wait for wait in waited[:STEPS_MAX] if wait.waited_s),
         alarms=tuple(_alarms(map(pauses.excused, statuses))),
         failed=_failed(catalogue),
-        fallbacks=_fallbacks(catalogue),
         stops=tuple((end - begin) / 1e9 for begin, end in stops),
         **catalogue.records(TRAINED)[0],
     )
-
-
-def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
-    rows = list(catalogue.records(FALLBACKS, (FALLBACKS_MAX,)))
-    lines = []
-    for row in reversed(rows):
-        form = "in full" if row["taken"].startswith("weights/") else "from deltas"
-        cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing fetched"
-        lines.append(
-            f"{row['worker']} took version {row['version']} {form} ({row['taken']}, {cost}): "
-            f"{row['reason']}"
-        )
-    if rows and (more := rows[0]["count"] - len(rows)):
-        lines.append(f"{more:,} earlier ones: see the SQL table `fallbacks`")
-    return tuple(lines)
 
 
 def _failed(catalogue: Catalogue) -> FailedShare:

@@ -13,7 +13,7 @@ import msgspec
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.identity import group_of
-from dora_pipe.schemas.policy import Blob, Fallback, Manifest
+from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.wire import Unknown, canonical, decode_tagged, kebab, kinds_of, sha256_hex
 
 ExclusiveRole = Literal["orchestrator", "trainer"]
@@ -203,8 +203,6 @@ class WorkerReady(Control, frozen=True, kw_only=True):
     version: int
     digest: str
     load_ms: float
-    fallbacks: tuple[Fallback, ...] = ()
-    """Most recent lost or damaged version files."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -430,8 +428,6 @@ class StepCommitted(Control, frozen=True, kw_only=True):
 
     Included neither in `early_s` nor in the time since the previous commit.
     """
-    fallbacks: tuple[Fallback, ...] = ()
-    """Most recent lost or damaged version files."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,23 +43,6 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Address of a KV cache for other machines."""
 
 
-class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Missing or damaged file of a version, and its substitute."""
-
-    digest: str
-    reason: str
-    """Error, with the file's name and location."""
-    taken: str
-    """Name of the file used; for a delta also its bases."""
-    bytes: int = 0
-    """Bytes fetched instead from the store or peers; 0 if all were local."""
-    absent: bool = False
-    """Whether the store has no other form of this version.
-
-    It is lost, unless the commit says that it never existed.
-    """
-
-
 def weights_digest(tensors: Iterable[Tensor]) -> str:
     """Return the hex sha256 over the sorted (name, dtype, shape, sha256 of bytes)."""
     digest = hashlib.sha256()

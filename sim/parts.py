@@ -446,7 +446,6 @@ class PlainParts:
             engine,
             site.store.weights,
             verify=site.store.verify,
-            fallbacks=site.store.fallbacks.take,
             clock=site.clock,
             in_thread=False,
             steps_max=self.steps_max,

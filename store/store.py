@@ -34,7 +34,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.core.system.durable import TEMPORARY, sync
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.store.copies import CACHED, MADE, Fallbacks, place, shrink, touch
+from dora_pipe.store.copies import CACHED, MADE, place, shrink, touch
 from dora_pipe.store.delta import (
     Change,
     opened_delta,
@@ -111,7 +111,6 @@ class PolicyStore:
         look for deltas first; None: if one exists.
         """
         self.root = root
-        self.fallbacks = Fallbacks()
         self._files: Files = remote or LocalFiles(root)
         self._remote = remote is not None
         self._with_deltas = with_deltas
@@ -160,8 +159,7 @@ class PolicyStore:
         if not self.has_delta(digest):
             return self._sound(digest)
         if (path := self.weights_path(digest)).is_file():
-            damaged = PolicyError(f"{path} does not match its name")
-            self.fallbacks.note(digest, damaged, delta_name(digest))
+            _warn(digest, PolicyError(f"{path} does not match its name"), delta_name(digest))
         return self._made(digest)
 
     def held_weights(self, digest: str) -> Path:
@@ -250,14 +248,13 @@ class PolicyStore:
         """Try the run's usual format first, then the other."""
         with_deltas = self.has_delta(digest) if self._with_deltas is None else self._with_deltas
         ways = (self._made, self.has_delta, delta_name), (self.whole, self.has_whole, weights_name)
-        (first, has_first, _), (other, has_other, named) = ways if with_deltas else ways[::-1]
+        (first, *_), (other, has_other, named) = ways if with_deltas else ways[::-1]
         try:
             return first(digest)
         except PolicyError as error:
             if not has_other(digest):
                 raise
-            absent = not has_first(digest)
-            self.fallbacks.note(digest, error, named(digest), absent=absent)
+            _warn(digest, error, named(digest))
         return other(digest)
 
     def _made(self, digest: str) -> Path:
@@ -306,7 +303,7 @@ class PolicyStore:
         except PolicyError as error:
             if not self.has_delta(digest):
                 raise
-            self.fallbacks.note(digest, error, delta_name(digest))
+            _warn(digest, error, delta_name(digest))
         return None
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
@@ -519,7 +516,6 @@ class PolicyStore:
         with self._temporary(path.parent) as partial:
             if not (self._peers(name, partial) and is_whole(partial)):
                 self._get(name, partial, is_whole)
-            self.fallbacks.fetched(partial)
             settle(partial)
             partial.replace(path)
         shrink(self.root, self._cache_bytes_max, self._clock)
@@ -546,6 +542,10 @@ class PolicyStore:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
+
+
+def _warn(digest: str, error: PolicyError, taken: str) -> None:
+    LOG.warning("version %s...: %s; %s is taken", digest[:12], error.message, taken)
 
 
 def as_store(store: PolicyStore | Path) -> PolicyStore:

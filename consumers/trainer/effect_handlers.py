@@ -315,7 +315,6 @@ class EffectHandlers:
             full=version.whole,
             delta=version.delta,
             changed_share=version.change.share if version.change else 0.0,
-            fallbacks=self._store.fallbacks.take(),
         )
 
     def _leave_device(self) -> None:

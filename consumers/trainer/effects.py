@@ -10,7 +10,7 @@ from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.schemas.control import Offender
 from dora_pipe.schemas.dead_letter import DeadLetter
-from dora_pipe.schemas.policy import Blob, Fallback, Manifest
+from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 
@@ -151,8 +151,6 @@ class PolicyPublished:
     delta: Blob | None = None
     changed_share: float = 0.0
     """Share of the weights in the delta."""
-    fallbacks: tuple[Fallback, ...] = ()
-    """Lost or damaged files of versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

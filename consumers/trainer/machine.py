@@ -454,7 +454,6 @@ class TrainerMachine:
             ),
             full=event.full,
             delta=event.delta,
-            fallbacks=event.fallbacks,
         )
 
     def _restore(self) -> None:

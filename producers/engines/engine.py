@@ -24,7 +24,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.routes import Routes
 
 COUNTER_SAMPLING = "counter_sampling"
@@ -149,8 +148,6 @@ class WeightsLoaded:
     version: int
     digest: str
     load_ms: float
-    fallbacks: tuple[Fallback, ...] = ()
-    """Lost or damaged files, from the worker's port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from dora_pipe.producers.engines.engine import (
     Engine,
     EngineRequest,
     RequestFinished,
-    WeightsLoaded,
 )
 from dora_pipe.producers.worker.effects import (
     DropWeights,
@@ -42,8 +41,6 @@ from dora_pipe.producers.worker.effects import (
     LoadWeights,
     Sleep,
 )
-from dora_pipe.schemas.policy import Fallback
-from dora_pipe.store.copies import Fallbacks
 
 STEP_NS: Final = 10_000_000
 """Time of engine steps in one poll; slots are refilled between steps."""
@@ -61,10 +58,6 @@ class Policies(Protocol):
 
     def verify(self, digest: str) -> object:
         """Raises PolicyError if the weights file does not match its digest."""
-
-    @property
-    def fallbacks(self) -> Fallbacks:
-        """Files found missing or damaged since the last call."""
 
     def assets(self, digest: str) -> Path:
         """Return the directory of the model's config and tokenizer files."""
@@ -90,7 +83,6 @@ class EnginePort:
         weights_path: Callable[[str], Path],
         *,
         verify: Callable[[str], object] = lambda digest: None,
-        fallbacks: Callable[[], tuple[Fallback, ...]] = tuple,
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
@@ -98,7 +90,6 @@ class EnginePort:
         self._engine = engine
         self._weights_path = weights_path
         self._verify = verify
-        self._fallbacks = fallbacks
         self._clock = clock
         self._steps_max = steps_max
         self._events: list[EnginePortEvent] = []
@@ -234,11 +225,7 @@ class EnginePort:
             self._verify(effect.digest)
             self._file = self._weights_path(effect.digest)
             loaded = load(self._file, version=effect.version, digest=effect.digest)
-        for event in loaded if isinstance(loaded, list) else [loaded]:
-            if isinstance(event, WeightsLoaded):
-                yield replace(event, fallbacks=self._fallbacks())
-            else:
-                yield event
+        yield from loaded if isinstance(loaded, list) else [loaded]
 
     def _fail(self, effect: EngineEffect | None, error: Exception) -> Iterator[EnginePortEvent]:
         """Mark the engine as unusable. Raises InvariantBroken."""

@@ -60,7 +60,6 @@ from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, FailingServer, WorkerStatus
-from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
@@ -239,7 +238,7 @@ class WorkerMachine:
             self.loaded.add(self.served)
         else:
             self.requests.weights_replaced(self.served, now)
-        self._ready(event.load_ms, now, event.fallbacks)
+        self._ready(event.load_ms, now)
 
     def _fail(self, error: str, local: bool, now: Now) -> None:
         self.loading, self.error, self.error_is_local = None, error, local
@@ -377,7 +376,7 @@ class WorkerMachine:
         )
         self.requests.ask(effect)
 
-    def _ready(self, load_ms: float, now: Now, fallbacks: tuple[Fallback, ...] = ()) -> None:
+    def _ready(self, load_ms: float, now: Now) -> None:
         """Publish `worker ready`; the served version may differ from a target replaced during
         loading."""
         served = self.served
@@ -389,7 +388,6 @@ class WorkerMachine:
             version=served.version,
             digest=served.digest,
             load_ms=load_ms,
-            fallbacks=fallbacks,
         )
         self._publish(self.setup.topics.control, record)
 

@@ -386,7 +386,6 @@ def _serve(
                 engine,
                 process.store.weights,
                 verify=process.store.verify,
-                fallbacks=process.store.fallbacks.take,
                 clock=process.clock,
             ),
         ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas import control, metrics, rounds
-from dora_pipe.schemas.policy import Blob, Fallback
+from dora_pipe.schemas.policy import Blob
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA256
 
@@ -389,20 +389,3 @@ COMMITTED_DELTA = msgspec.structs.replace(
     delta=Blob(sha256="9" * 64, bytes=4096),
 )
 """A commit whose version is stored as a delta alone."""
-
-READY_FALLBACK = msgspec.structs.replace(
-    next(one for one in CONTROL if isinstance(one, control.WorkerReady)),
-    fallbacks=(
-        Fallback(
-            digest=DIGEST,
-            reason=f"no deltas/{DIGEST}.delta in s3://policies/demo",
-            taken=f"weights/{DIGEST}.safetensors",
-            bytes=61_000,
-            absent=True,
-        ),
-    ),
-)
-"""A worker that had no delta of a version, and took all of it."""
-
-COMMITTED_FALLBACK = msgspec.structs.replace(COMMITTED_DELTA, fallbacks=READY_FALLBACK.fallbacks)
-"""A commit of a trainer that had to do so."""

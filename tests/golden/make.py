@@ -43,7 +43,6 @@ COMMITTED = {
     "parts": later_values.COMMITTED_PARTS,
     "overlap": later_values.COMMITTED_OVERLAP,
     "delta": later_values.COMMITTED_DELTA,
-    "fallback": later_values.COMMITTED_FALLBACK,
 }
 
 
@@ -85,7 +84,6 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
         "control/worker-joined-colocated.json": encode(later_values.JOINED_COLOCATED),
         "control/worker-joined-tasks.json": encode(later_values.JOINED_TASKS),
-        "control/worker-ready-fallback.json": encode(later_values.READY_FALLBACK),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "control/trajectories-logged-said.json": encode(later_values.LOGGED_SAID),
         "control/trajectories-logged-branched.json": encode(later_values.LOGGED_BRANCHED),

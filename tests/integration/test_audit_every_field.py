@@ -29,11 +29,11 @@ UNSEEN: Final = {
     "role-started": "at_ns instance host pid package",
     "worker-joined": "at_ns instance host pid kv_tokens engine engine_version dtype device "
     "declares.0 reward_digest package",
-    "worker-ready": "at_ns load_ms fallbacks",
+    "worker-ready": "at_ns load_ms",
     "worker-left": "at_ns reason",
     "trajectories-logged": "at_ns",
     "step-committed": "at_ns early_s overlap_s compute_s metrics.loss metrics.tokens "
-    "metrics.trajectories numerics.micro_batch_tokens numerics.trainer dropped fallbacks",
+    "metrics.trajectories numerics.micro_batch_tokens numerics.trainer dropped",
     "command": "at_ns user",
     "round": "now_ns control_next",
 }

@@ -419,7 +419,6 @@ class Cluster:
             engine,
             store.weights,
             verify=store.verify,
-            fallbacks=store.fallbacks.take,
             clock=self.clock,
             in_thread=False,
             steps_max=1,

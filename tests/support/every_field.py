@@ -11,9 +11,6 @@ Path = tuple[str | int, ...]
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "run-started": {"lineage": {"run": "another", "step": 3, "digest": "a" * 64}},
     "worker-joined": {"max_resident_versions": 2},
-    "worker-ready": {
-        "fallbacks": [{"digest": "a" * 64, "reason": "lost", "taken": "weights/a.safetensors"}]
-    },
     "worker-left": {"progress": {"g0000000001-000": [1, 0, 0]}},
     "step-committed": {
         "checkpoint": {"sha256": "a" * 64, "bytes": 8},
@@ -21,7 +18,6 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
         "dropped": [1],
         "early_s": [0.5],
         "overlap_s": 0.5,
-        "fallbacks": [{"digest": "a" * 64, "reason": "lost", "taken": "weights/a.safetensors"}],
     },
     "command": {"args": {"anything": 1}},
     "take-batch": {"pins": [0]},

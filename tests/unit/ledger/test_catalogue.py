@@ -20,7 +20,6 @@ from dora_pipe.ledger.database import (
 from dora_pipe.ledger.evaluations import evaluations_of
 from dora_pipe.ledger.tables import TABLES
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
-from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import Assign, Cancel, Dispatch, Fence, Outcome, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
@@ -174,20 +173,6 @@ def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) ->
     sql = "select version, (ready_ns - assigned_ns) / 1e9 from served_versions"
     rows = stage.catalogue.query(sql)
     assert rows == [(3, 2.0), (3, None)]
-
-
-def test_fallbacks_of_a_worker_and_of_the_trainer_have_rows(stage: CatalogueStage) -> None:
-    incarnation = stage.worker()
-    lost = Fallback(digest=records.weights(1), reason="delta lost", taken="weights/1", bytes=7)
-    stage.fact(replace(records.ready("w0", incarnation, 3), fallbacks=(lost,)))
-    worker_ns = stage.now_ns
-    stage.train(0, fallbacks=(lost,))
-    columns = "worker, incarnation, version, at_ns, reason, taken, bytes"
-    rows = stage.catalogue.query(f"select {columns} from fallbacks order by at_ns")
-    assert rows == [
-        ("w0", incarnation, 3, worker_ns, "delta lost", "weights/1", 7),
-        ("trainer", 0, 1, stage.now_ns, "delta lost", "weights/1", 7),
-    ]
 
 
 def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:

@@ -41,7 +41,6 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.ports import TaskPort, TaskPorts
-from dora_pipe.schemas.policy import Fallback
 from dora_pipe.sim.parts import Numbers
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
@@ -144,22 +143,6 @@ def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[st
     else:
         assert isinstance(effect, LoadFailed) and "another digest" in effect.message
         assert not effect.local
-
-
-def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
-    lost = Fallback(digest="a", reason="no deltas/a.delta in x", taken="weights/a", bytes=9)
-    waiting = [lost]
-
-    def taken() -> tuple[Fallback, ...]:
-        actual_waiting, waiting[:] = tuple(waiting), []
-        return actual_waiting
-
-    engine = _engine()
-    port = EnginePort(engine, Path, fallbacks=taken, clock=VirtualClock(), in_thread=False)
-    port.start(LoadWeights(version=3, digest="a"))
-    port.start(LoadWeights(version=4, digest="b"))
-    events = port.poll()
-    assert [getattr(event, "fallbacks", None) for event in events] == [(lost,), ()]
 
 
 # Tasks

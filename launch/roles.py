@@ -122,12 +122,8 @@ def orchestrator(
 ) -> None:
     """Run the orchestrator until the run ends. `first` is the record of a new run."""
     from dora_pipe.orchestrator.curriculum import Samplers
-    from dora_pipe.orchestrator.process.role import (
-        Instance,
-        Trimmed,
-        run_orchestrator,
-        settle_memory,
-    )
+    from dora_pipe.orchestrator.process.role import Instance, run_orchestrator, settle_memory
+    from dora_pipe.orchestrator.process.trim_port import Trimmed
 
     samplers = Samplers.load(config)
     settle_memory()

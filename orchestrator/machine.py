@@ -26,7 +26,7 @@ from dora_pipe.core.pure.machine import (
     StopAsked,
 )
 from dora_pipe.core.pure.records import Append, Record, TopicPartition, dead_letter_of
-from dora_pipe.core.pure.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
+from dora_pipe.core.pure.status_schedule import Address, StatusSchedule, quiet_ns
 from dora_pipe.core.pure.wait_tracker import Limits, WaitTracker
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.curriculum import Samplers
@@ -41,7 +41,6 @@ from dora_pipe.orchestrator.leases import Incarnation, Leases
 from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
 from dora_pipe.orchestrator.waits import admission_limit, waits
 from dora_pipe.schemas.control import (
     GroupScored,
@@ -72,6 +71,16 @@ from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
 
+
+class TrimMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Effect: delete old metrics records; no event follows. Kafka's `retention.ms` skipped: a user
+    might set it on topics that a run needs."""
+
+    topic: str
+    before_ns: int
+    """By the wall clock of orchestrators."""
+
+
 OrchestratorEffect = WriteSnapshot | TrimMetrics
 
 FROM_WORKERS: Final = (WorkerReady, TrajectoriesLogged, RequestReleased, RequestFailed, GroupScored)
@@ -89,6 +98,11 @@ PRESSURE_NS: Final = 5_000_000_000
 
 FOLDED_BYTES_MAX: Final = 256 * 1024
 """Folded bytes above which a round does not plan."""
+
+TRIM_EVERY_NS: Final = 3600 * 10**9
+"""Interval between trims of the metrics."""
+
+STATUS_KEY: Final = b"orchestrator"
 
 OFF_ENGINE_SHARE: Final = 16
 """Minimum change to observe, as a share of a worker's slots."""
@@ -154,7 +168,8 @@ class OrchestratorMachine:
         self._started: Now | None = None
         self._started_ns = 0
         self._schedule = StatusSchedule(heartbeat_ns=self._heartbeat_ns, quiet_ns=quiet_ns(timing))
-        self._trims = TrimSchedule(keep_ns=metrics_keep_ns, whole_ns=whole_ns(timing))
+        self._metrics_keep_ns = metrics_keep_ns
+        self._trim_due_ns = 0
         self._period_due_ns = 0
 
     def positions(self) -> Mapping[TopicPartition, int]:
@@ -176,9 +191,7 @@ class OrchestratorMachine:
             dues.append(self._period_due_ns)
         return min([self._schedule.due_ns, *(due for due in dues if due is not None)])
 
-    def react(
-        self, inputs: Sequence[LoopEvent | MetricsTrimmed], now: Now
-    ) -> Outputs[OrchestratorEffect]:
+    def react(self, inputs: Sequence[LoopEvent], now: Now) -> Outputs[OrchestratorEffect]:
         """Run one turn."""
         self._publish, self._effects = [], []
         self._begin(now)
@@ -190,6 +203,7 @@ class OrchestratorMachine:
             elif isinstance(event, CaughtUp):
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
+                self._trim_due_ns = now.mono_ns + TRIM_EVERY_NS
                 living = [
                     (worker.name, worker.incarnation) for worker in self.state.workers.values()
                 ]
@@ -202,8 +216,6 @@ class OrchestratorMachine:
                 self._times.hold(bool(event.partitions))
             elif isinstance(event, Published):
                 self._on_durable(event)
-            elif isinstance(event, MetricsTrimmed):
-                self._trims.note_trimmed(event, mono_ns=now.mono_ns)
             elif isinstance(event, StopAsked):
                 self._stopped = True
             else:
@@ -250,7 +262,6 @@ class OrchestratorMachine:
         self._control_next = record.offset + 1
 
     def _note_status(self, record: Record, now: Now) -> None:
-        self._trims.note(record)
         try:
             status = decode_metrics(record.value)
         except SchemaError as error:
@@ -391,8 +402,10 @@ class OrchestratorMachine:
     def _heartbeat(self, now: Now) -> None:
         if now.mono_ns < self._schedule.due_ns:
             return
-        if self._caught_up:
-            self._effects += self._trims.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        if self._metrics_keep_ns and self._caught_up and now.mono_ns >= self._trim_due_ns:
+            self._trim_due_ns = now.mono_ns + TRIM_EVERY_NS
+            before_ns = now.wall_ns - self._metrics_keep_ns
+            self._effects.append(TrimMetrics(topic=self._topics.metrics, before_ns=before_ns))
         self._times.keep(self._generates)
         self._statuses = {key: self._statuses[key] for key in filter(self._lives, self._statuses)}
         dues = self._press_due_ns
@@ -411,7 +424,7 @@ class OrchestratorMachine:
             queued_requests=sum(map(len, self.state.queues.values())),
             closed_by=admission_limit(self.state),
         )
-        to = Address(self._topics.metrics, b"orchestrator")
+        to = Address(self._topics.metrics, STATUS_KEY)
         self._publish += self._schedule.publish(status, to, now.mono_ns)
 
     def _bury(self, record: Record, error: SchemaError, now: Now) -> None:

@@ -37,11 +37,6 @@ def quiet_ns(timing: Timing) -> int:
     return int(max(timing.heartbeat_s, quiet_s) * 1e9)
 
 
-def whole_ns(timing: Timing) -> int:
-    """Return the time between complete statuses."""
-    return WHOLE_EVERY * quiet_ns(timing)
-
-
 class Address(NamedTuple):
     """Target of statuses."""
 

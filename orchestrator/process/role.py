@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Never
 
 from dora_pipe.bus.base import ends_of
 from dora_pipe.bus.bus import Bus, Writer
@@ -22,13 +22,12 @@ from dora_pipe.core.loop.runtime import Meter, Port, PortGroup, Runtime
 from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers
-from dora_pipe.orchestrator.machine import OrchestratorEffect, OrchestratorMachine
+from dora_pipe.orchestrator.machine import OrchestratorEffect, OrchestratorMachine, TrimMetrics
 from dora_pipe.orchestrator.process.recovery import recover
 from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
-from dora_pipe.orchestrator.process.trim_port import TrimPort
+from dora_pipe.orchestrator.process.trim_port import Trimmed, TrimPort
 from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, WriteSnapshot
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -51,15 +50,6 @@ class Instance:
     host: str
     pid: int
     package: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trimmed:
-    """Retention of statuses."""
-
-    keep_ns: int
-    """0 keeps all."""
-    open_bus: Callable[[], Bus]
 
 
 def run_orchestrator(
@@ -123,8 +113,8 @@ def run_orchestrator(
 
 def _ports(
     run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
-) -> PortGroup[OrchestratorEffect, MetricsTrimmed]:
-    ports: dict[type, Port[Any, MetricsTrimmed]] = {}
+) -> PortGroup[OrchestratorEffect, Never]:
+    ports: dict[type, Port[Any, Never]] = {}
     if snapshots is not None:
         ports[WriteSnapshot] = SnapshotPort(snapshots, run)
     if trimmed is not None:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Final
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Final, Never
 
-from dora_pipe.bus.bus import Bus, Reader
+from dora_pipe.bus.base import ends_of, records_of
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.loop.effect_runner import EffectRunner, Handler
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, unanswered
 from dora_pipe.core.pure.records import TopicPartition
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
+from dora_pipe.orchestrator.machine import STATUS_KEY, TrimMetrics
 from dora_pipe.schemas.metrics import OrchestratorStatus, decode_metrics
-
-GRAIN: Final = 1000
-"""Precision in offsets."""
-
-SCAN_RECORDS_MAX: Final = 5000
-"""Records scanned for one of the orchestrator's."""
-
-SCAN_POLLS_MAX: Final = 20
-POLL_S: Final = 1.0
-RECORDS_MAX: Final = 500
-
-PIECES_MAX: Final = 200
-"""`Bus.trim` calls per effect."""
 
 PAUSE_S: Final = 0.02
 """Pause that lets appends proceed."""
@@ -32,7 +21,16 @@ PAUSE_S: Final = 0.02
 CLOSE_S: Final = 5.0
 
 
-class TrimPort(EffectRunner[TrimMetrics, MetricsTrimmed]):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trimmed:
+    """Retention of statuses."""
+
+    keep_ns: int
+    """0 keeps all."""
+    open_bus: Callable[[], Bus]
+
+
+class TrimPort(EffectRunner[TrimMetrics, Never]):
     """Opens the log for every trim; stops after the current piece."""
 
     def __init__(
@@ -40,55 +38,32 @@ class TrimPort(EffectRunner[TrimMetrics, MetricsTrimmed]):
     ) -> None:
         self._open_bus = open_bus
         self._sleep = sleep
-        handler = Handler(TrimMetrics, self._trim, _later)
+        handler = Handler[TrimMetrics, Never](TrimMetrics, self._trim, unanswered)
         super().__init__(
             "trim", [handler], asked_max=1, in_thread=in_thread, close_s=CLOSE_S, finish=False
         )
 
-    def _trim(self, effect: TrimMetrics) -> Iterator[MetricsTrimmed | None]:
-        pieces = 0
+    def _trim(self, effect: TrimMetrics) -> Iterator[None]:
         with closing(self._open_bus()) as bus:
-            for tp, limit in effect.limits.items():
-                before = cut_of(bus, tp, limit=limit, before_ns=effect.before_ns)
+            for tp, end in ends_of(bus, effect.topic).items():
+                before = cut_of(bus, tp, end=end, before_ns=effect.before_ns)
                 while bus.trim(tp, before):
-                    pieces += 1
-                    if pieces == PIECES_MAX:
-                        yield MetricsTrimmed(more=True)
-                        return
                     yield None
                     self._sleep(PAUSE_S)
-        yield MetricsTrimmed(more=False)
 
 
-def _later(effect: TrimMetrics, error: Exception) -> list[MetricsTrimmed]:
-    return [MetricsTrimmed(more=False)]
-
-
-def cut_of(bus: Bus, tp: TopicPartition, *, limit: int, before_ns: int) -> int:
-    """Return a position up to `limit` before which every record is older, exact to `GRAIN`."""
-    low, high = bus.begin(tp), limit
-    with closing(bus.reader({tp: low})) as reader:
-        while high - low > GRAIN:
-            middle = (low + high) // 2
-            if _is_before(reader, tp, middle, before_ns):
-                low = middle
-            else:
-                high = middle
-    return low
-
-
-def _is_before(reader: Reader, tp: TopicPartition, position: int, before_ns: int) -> bool:
-    reader.seek(tp, position)
-    records = 0
-    for _ in range(SCAN_POLLS_MAX):
-        for record in reader.poll(timeout_s=POLL_S, records_max=RECORDS_MAX):
-            try:
-                status = decode_metrics(record.value)
-            except SchemaError:
+def cut_of(bus: Bus, tp: TopicPartition, *, end: int, before_ns: int) -> int:
+    """Return a position before which every record is older: that of the orchestrator's last old
+    status. Each trim reads what has become old since the last."""
+    cut = bus.begin(tp)
+    with closing(records_of(bus, {tp: end}, start=cut)) as records:
+        for record in records:
+            if record.key != STATUS_KEY:
                 continue
-            if isinstance(status, OrchestratorStatus):
-                return status.at_ns < before_ns
-            records += 1
-        if records >= SCAN_RECORDS_MAX:
-            break
-    return False
+            with suppress(SchemaError):
+                status = decode_metrics(record.value)
+                if isinstance(status, OrchestratorStatus):
+                    if status.at_ns >= before_ns:
+                        break
+                    cut = record.offset
+    return cut

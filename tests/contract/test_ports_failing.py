@@ -30,10 +30,10 @@ from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.core.loop.runtime import Meter
 from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.orchestrator.machine import TrimMetrics
 from dora_pipe.orchestrator.process.snapshot_files import SnapshotPort
 from dora_pipe.orchestrator.process.trim_port import TrimPort
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
 from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sessions.frames import Addresses
 from dora_pipe.producers.tasks.calls import (
@@ -234,7 +234,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
         _snapshot_port,
         [Case(WriteSnapshot(offset=1, digest="", body=Body(head=b"")), ())],
     ),
-    TrimPort: (_trim_port, [Case(TrimMetrics(before_ns=0, limits={}), (MetricsTrimmed,))]),
+    TrimPort: (_trim_port, [Case(TrimMetrics(topic="r.metrics", before_ns=0), ())]),
     ThreadPort: (
         _thread_port,
         [

@@ -1,8 +1,7 @@
-"""Tests of trimming old statuses in bounded pieces."""
+"""Tests of trimming old statuses."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,24 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.loop.runtime import Meter, Runtime
-from dora_pipe.core.pure.records import Append, Record, TopicPartition
-from dora_pipe.orchestrator.process import trim_port
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.orchestrator.machine import TRIM_EVERY_NS, TrimMetrics
 from dora_pipe.orchestrator.process.role import Instance, start_machine
-from dora_pipe.orchestrator.process.trim_port import GRAIN, TrimPort, cut_of
-from dora_pipe.orchestrator.trimming import (
-    GUARD_NS_MIN,
-    TRIM_EVERY_NS,
-    MetricsTrimmed,
-    TrimMetrics,
-    TrimSchedule,
-)
+from dora_pipe.orchestrator.process.trim_port import TrimPort, cut_of
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -86,90 +77,42 @@ def fill(bus: Bus, count: int, *, clock_of_others_ns: int = 0) -> list[int]:
         return writer.append(records)
 
 
-def ask(schedule: TrimSchedule, at_ns: int, ahead_ns: int = 0) -> list[TrimMetrics]:
-    return schedule.ask(mono_ns=at_ns, wall_ns=at_ns + ahead_ns)
-
-
-def read_to(offset: int) -> Record:
-    return Record(topic=AT.topic, partition=AT.partition, offset=offset, key=b"", value=b"")
-
-
 @pytest.mark.parametrize("others_ns", [0, -72 * HOUR, 72 * HOUR], ids=["right", "behind", "ahead"])
 def test_the_cut_is_where_the_orchestrators_date_says_whatever_other_clocks_say(
     open_bus: Callable[[], Bus], others_ns: int
 ) -> None:
     with closing(open_bus()) as bus:
-        offsets = fill(bus, 9000, clock_of_others_ns=others_ns)
-        for expected in (2500, 6000):
-            cut = cut_of(bus, AT, limit=bus.end(AT), before_ns=expected * EACH_NS)
-            assert offsets[expected] - GRAIN <= cut <= offsets[expected]
+        offsets = fill(bus, 3000, clock_of_others_ns=others_ns)
+        for expected in (0, 900, 2000):
+            cut = cut_of(bus, AT, end=bus.end(AT), before_ns=expected * EACH_NS)
+            assert cut == offsets[max(0, expected - 2)]
 
 
-def test_a_cut_never_passes_its_limit_although_all_is_old(open_bus: Callable[[], Bus]) -> None:
+def test_a_trim_deletes_what_is_old_and_nothing_else(open_bus: Callable[[], Bus]) -> None:
     with closing(open_bus()) as bus:
-        offsets = fill(bus, 5000)
-        cut = cut_of(bus, AT, limit=offsets[3000], before_ns=1 << 62)
-        assert offsets[3000] - GRAIN <= cut <= offsets[3000]
-
-
-def test_a_trim_deletes_what_is_old_and_says_when_more_is_left(
-    open_bus: Callable[[], Bus], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(open_bus()) as bus:
-        offsets, end = fill(bus, 9000), bus.end(AT)
+        offsets, end = fill(bus, 3000), bus.end(AT)
         pieces = isinstance(bus, SqliteBus)
-    monkeypatch.setattr(trim_port, "PIECES_MAX", 3)
     pauses: list[float] = []
-    port = TrimPort(open_bus, sleep=pauses.append, in_thread=False)
-    effect = TrimMetrics(before_ns=7000 * EACH_NS, limits={AT: end})
-    text, begins = [], []
-    with closing(port):
-        for _ in range(4 if pieces else 1):
-            port.start(effect)
-            (event,) = port.poll()
-            text.append(event.more)
-            with closing(open_bus()) as bus:
-                begins.append(bus.begin(AT))
-    assert begins == sorted(begins)
-    assert offsets[7000] - GRAIN <= begins[-1] <= offsets[7000]
-    assert text[-1] is False and (any(text) and pauses if pieces else not pauses)
+    effect = TrimMetrics(topic=AT.topic, before_ns=2500 * EACH_NS)
+    with closing(TrimPort(open_bus, sleep=pauses.append, in_thread=False)) as port:
+        port.start(effect)
+        assert port.poll() == []
+    assert len(pauses) > 1 if pieces else not pauses
     with closing(open_bus()) as bus:
-        assert bus.end(AT) == end
+        assert (bus.begin(AT), bus.end(AT)) == (offsets[2498], end)
 
 
-def test_a_trim_that_is_refused_is_put_off_and_ends_nothing() -> None:
+def test_a_trim_that_is_refused_ends_nothing() -> None:
     def refused() -> Bus:
         raise AccessRefused("the Kafka cluster refuses: User:o lacks DELETE on topic r.metrics")
 
     with closing(TrimPort(refused, sleep=lambda _: None, in_thread=False)) as port:
-        port.start(TrimMetrics(before_ns=0, limits={AT: 1}))
-        assert port.poll() == [MetricsTrimmed(more=False)]
+        port.start(TrimMetrics(topic=AT.topic, before_ns=0))
+        assert port.poll() == []
 
 
-def test_what_was_read_within_the_guard_is_beyond_every_limit() -> None:
-    schedule = TrimSchedule(keep_ns=HOUR, whole_ns=50 * S)
-    asked: list[tuple[int, TrimMetrics]] = []
-    for minute in range(6 * 60):
-        schedule.note(read_to(minute))
-        at_ns = minute * 60 * S
-        ahead_ns = 365 * 24 * HOUR if minute > 200 else 0
-        asked += [(minute, entry) for entry in ask(schedule, at_ns, ahead_ns)]
-    assert len(asked) > 3
-    for minute, entry in asked:
-        assert entry.limits[AT] <= minute - GUARD_NS_MIN // (60 * S) + 1
-    assert asked[0][1].before_ns == asked[0][0] * 60 * S - HOUR
-    gaps = [later - minute for (minute, _), (later, _) in itertools.pairwise(asked)]
-    assert set(gaps) == {TRIM_EVERY_NS // (60 * S)}
-
-
-def test_statuses_that_are_kept_for_ever_are_never_asked_to_go() -> None:
-    schedule = TrimSchedule(keep_ns=0, whole_ns=50 * S)
-    schedule.note(read_to(5))
-    assert not any(ask(schedule, hour * HOUR) for hour in range(1000))
-
-
-@pytest.mark.parametrize("keep_ns", [HOUR, 0], ids=["an hour", "for ever"])
-def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: int) -> None:
+@pytest.mark.parametrize("keep_ns", [2 * HOUR, 0], ids=["two hours", "for ever"])
+def test_an_orchestrator_trims_what_is_old_once_an_hour(keep_ns: int) -> None:
     config, log, clock = records.make_config(), MemoryLog(), WorldClock()
     topics, bus = Topics(config.run.name), MemoryBus(log)
     bus.create([TopicSpec(name=name) for name in topics.all()])
@@ -179,19 +122,16 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
     ]
     offsets = bus.writer().append(old)
     runtime = runtime_of(bus, topics, config, clock, keep_ns)
-    ends_ns = clock.ns + GUARD_NS_MIN + 60 * S
-    while clock.ns < ends_ns:
+    began_ns = clock.ns
+    while clock.ns < began_ns + TRIM_EVERY_NS - 60 * S:
         runtime.tick()
-        clock.ns = max(clock.ns + S // 10, runtime.due_ns())
+        clock.ns = max(clock.ns + S, runtime.due_ns())
+    assert bus.begin(partition) == 0
+    while clock.ns < began_ns + TRIM_EVERY_NS + 60 * S:
+        runtime.tick()
+        clock.ns = max(clock.ns + S, runtime.due_ns())
     runtime.close()
-    kept = list(records_of(bus, {partition: bus.end(partition)}))
-    later = [record for record in kept if record.offset > offsets[-1]]
-    assert len(later) > 100, "it has gone on saying its own"
-    if not keep_ns:
-        assert bus.begin(partition) == 0 and len(kept) == len(old) + len(later)
-        return
-    assert offsets[-1] - GRAIN <= bus.begin(partition) <= offsets[-1] + 2
-    assert later[0].offset <= offsets[-1] + 4, "none of its own is gone"
+    assert bus.begin(partition) == (offsets[-1] if keep_ns else 0)
 
 
 def runtime_of(

@@ -25,7 +25,6 @@ from dora_pipe.consumers.trainer.effects import (
     TrainerEvent,
     TrainPart,
     TrainStep,
-    WriteHistory,
 )
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.consumers.trainer.status import Gauges
@@ -469,5 +468,4 @@ class PlainParts:
             TrainStep: delays.train_ns,
             PublishPolicy: delays.publish_ns,
             DropFiles: 0,
-            WriteHistory: 0,
         }[type(effect)]

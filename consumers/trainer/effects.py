@@ -71,16 +71,7 @@ class DropFiles:
     optimizers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteHistory:
-    """Write a snapshot of the commits; answered by no event."""
-
-    content: bytes
-
-
-TrainerEffect = (
-    Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles | WriteHistory
-)
+TrainerEffect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

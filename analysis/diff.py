@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -158,12 +159,22 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
         each.trajectory: (logged_ns[each.trajectory], _content(each))
         for each in trajectories_of(run.bus, run.topics, counting.values(), damage)
     }
+    folder = run.directory.path.resolve()
+    settings = leaves(logged_config(msgspec.json.decode(config)))
     return ComparedRun(
-        config=leaves(logged_config(msgspec.json.decode(config))),
+        config={key: in_folder(value, folder) for key, value in settings.items()},
         made_of={**{key: row[key] for key in MADE_OF}, **workers},
         changes=[(step, change) for step, change in changes],
         records={**records, "trajectory": trajectories},
     )
+
+
+def in_folder(value: Any, folder: Path) -> Any:
+    """Return a path in the run's own folder relative to it: its content is compared, not its
+    place."""
+    if isinstance(value, str) and Path(value).is_relative_to(folder):
+        return str(Path(value).relative_to(folder))
+    return value
 
 
 def _content(trajectory: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:

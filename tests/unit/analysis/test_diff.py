@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from dora_pipe.analysis.diff import ComparedRun, Kind, Records, compare
+import pytest
+
+from dora_pipe.analysis.diff import ComparedRun, Kind, Records, compare, in_folder
+from dora_pipe.cli.diff import print_diff
 
 NAME = "g0000000003-001"
 RATE = "trainer.learning_rate"
@@ -57,3 +61,21 @@ def test_a_setting_that_changed_in_mid_run_is_the_first_reason() -> None:
     assert comparison.reasons(("a", "b")) == [f"b changed {RATE} 0.1 -> 0.2 at step 21"]
     both = compare(run(changes=raised), run(changes=raised, made_of={"seed": 8}))
     assert both.reasons(("a", "b")) == ["seed: 7 and 8"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("/runs/a/start/warm", "start/warm"), ("/runs/ab/warm", "/runs/ab/warm"), (0.1, 0.1)],
+)
+def test_paths_in_the_folders_of_two_runs_are_equal(value: Any, shown: Any) -> None:
+    assert in_folder(value, Path("/runs/a")) == shown
+
+
+def test_a_batch_names_the_groups_that_the_other_run_has_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = {"batch": {0: (10, "g0000000001 g0000000002 g0000000003 g0000000004")}}
+    other = {"batch": {0: (10, "g0000000001 g0000000002 g0000000003 g0000000005")}}
+    print_diff(compare(run(records=first), run(records=other)), ("a", "b"))
+    line = "first record   batch 0: with g0000000004 | with g0000000005"
+    assert capsys.readouterr().out.splitlines()[0] == line

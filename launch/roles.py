@@ -215,6 +215,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
                 learner_factory=partial(make_learner, log=log),
                 config=config,
                 adopt=adopt,
+                snapshot=directory.commits,
                 transfers=transfers.address,
             )
     finally:

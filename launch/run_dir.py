@@ -4,7 +4,7 @@ runs/NAME/
   config.toml     resolved configuration
   log.sqlite      log, unless the bus is elsewhere
   policies/       policies and checkpoints by digest; blobs/: values too large for the log
-  snapshots/      caches for restarts: the orchestrator's state
+  snapshots/      caches for restarts: the orchestrator's state, the trainer's commits
   handover/       KV caches in transfer between workers
   logs/           log file of each role
   lock            held by the running process
@@ -143,6 +143,11 @@ class RunDir:
     def snapshots(self) -> Path:
         """Folder of the snapshots; may be deleted at any time."""
         return self.path / "snapshots"
+
+    @property
+    def commits(self) -> Path:
+        """Snapshot of the trainer's commits."""
+        return self.snapshots / "commits"
 
     @property
     def catalogue(self) -> Path | None:

@@ -25,6 +25,7 @@ from dora_pipe.consumers.trainer.effects import (
     TrainerEvent,
     TrainPart,
     TrainStep,
+    WriteHistory,
 )
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.consumers.trainer.status import Gauges
@@ -468,4 +469,5 @@ class PlainParts:
             TrainStep: delays.train_ns,
             PublishPolicy: delays.publish_ns,
             DropFiles: 0,
+            WriteHistory: 0,
         }[type(effect)]

@@ -10,13 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+import dora_pipe.schemas.control
 from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, VersionsDropped
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
+from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
 CHANGED_SHARE: Final = "changed_share"
@@ -187,6 +193,31 @@ class CommitHistory:
         past = [name for name, (_, deadline) in self.trained.items() if deadline < commit.step]
         for name in past:
             del self.trained[name]
+
+
+def encode_history(history: CommitHistory) -> bytes:
+    """Return a snapshot: a line that seals the body, and the history as JSON."""
+    body = msgspec.json.encode(history)
+    return _seal(body) + b"\n" + body
+
+
+def decode_history(content: bytes) -> CommitHistory:
+    """Return the history of a snapshot. Raises ValueError if damaged or from other code."""
+    seal, _, body = content.partition(b"\n")
+    if seal != _seal(body):
+        raise ValueError("damaged, or written by other code")
+    return msgspec.json.decode(body, type=CommitHistory)
+
+
+def _seal(body: bytes) -> bytes:
+    return sha256_hex(_source(), body).encode()
+
+
+@cache
+def _source() -> bytes:
+    """Return the code that folds commits and decodes control."""
+    files = (__file__, dora_pipe.schemas.control.__file__)
+    return b"".join(Path(file).read_bytes() for file in files)
 
 
 def smallest_offsets(commit: StepCommitted) -> dict[int, int]:

@@ -51,8 +51,9 @@ from dora_pipe.consumers.trainer.effects import (
     TrainPart,
     TrainStep,
     Unreadable,
+    WriteHistory,
 )
-from dora_pipe.consumers.trainer.recovery import read_commits
+from dora_pipe.consumers.trainer.recovery import read_commits, write_snapshot
 from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, StepFiles, load_base, steps_again
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError
@@ -79,6 +80,8 @@ class HandlersSetup:
     """Version 0, with optimizer state if any."""
     starts: Mapping[int, int]
     adopt: bool = False
+    snapshot: Path | None = None
+    """File of the commits' snapshot."""
     leaves_device: bool = False
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
@@ -129,6 +132,8 @@ class EffectHandlers:
             return self._train(effect)
         if isinstance(effect, DropFiles):
             return self._drop(effect)
+        if isinstance(effect, WriteHistory):
+            return self._write_history(effect)
         return self._publish(effect)
 
     def idle(self) -> Iterator[TrainerEvent]:
@@ -342,6 +347,11 @@ class EffectHandlers:
                 self._store.drop_blob("optimizer", sha256)
         except ResourceError as error:
             LOG.warning("dropped versions stay in the store: %s", error.message)
+        yield from ()
+
+    def _write_history(self, effect: WriteHistory) -> Iterator[TrainerEvent]:
+        if self._setup.snapshot is not None:
+            write_snapshot(self._setup.snapshot, effect.content)
         yield from ()
 
     def _unreadable(self) -> Iterator[Unreadable]:

@@ -71,7 +71,16 @@ class DropFiles:
     optimizers: tuple[str, ...]
 
 
-TrainerEffect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteHistory:
+    """Write a snapshot of the commits; answered by no event."""
+
+    content: bytes
+
+
+TrainerEffect = (
+    Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles | WriteHistory
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

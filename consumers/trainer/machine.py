@@ -36,6 +36,7 @@ from dora_pipe.consumers.trainer.commits import (
     DELTA_SHARE,
     CommitHistory,
     droppable,
+    encode_history,
     files_of,
     rebuild_note,
 )
@@ -56,6 +57,7 @@ from dora_pipe.consumers.trainer.effects import (
     TrainPart,
     TrainStep,
     Unreadable,
+    WriteHistory,
 )
 from dora_pipe.consumers.trainer.status import Gauges, Phase, waits
 from dora_pipe.core.errors import SchemaError
@@ -346,6 +348,8 @@ class TrainerMachine:
             LOG.info("deleted: %s", rebuild_note(self._setup.topics.run, dropped))
             files = files_of(self.history, dropped)
             self._out.effects.append(DropFiles(weights=files.weights, optimizers=files.optimizers))
+        if self._commit.checkpoint is not None:
+            self._out.effects.append(WriteHistory(content=encode_history(self.history)))
         self._adopted = False
         self._free_ns = now.mono_ns
         self._end_attempt("part" if self._part_in_work else "idle")

@@ -13,13 +13,14 @@ from dora_pipe.consumers.trainer.effects import (
     PublishPolicy,
     TrainerEffect,
     TrainerEvent,
+    WriteHistory,
 )
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
 from dora_pipe.core.loop.runtime import PortGroup
 
-EFFECTS_MAX: Final = 3
-"""A part, a drop and a restore."""
+EFFECTS_MAX: Final = 4
+"""A part, a drop, a snapshot and a restore."""
 
 EVENTS_MAX: Final = 1024
 """Queued events; then the thread waits."""
@@ -41,9 +42,10 @@ class ThreadPort(PortGroup[TrainerEffect, TrainerEvent]):
         self._open_handlers = open_handlers
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
+        lossy = (DropFiles, WriteHistory)
         handlers = [
             Handler[TrainerEffect, TrainerEvent](
-                effect, self._do, unanswered if effect is DropFiles else ends_role
+                effect, self._do, unanswered if effect in lossy else ends_role
             )
             for effect in get_args(TrainerEffect)
         ]

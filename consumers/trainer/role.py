@@ -76,6 +76,7 @@ def run_trainer(
     learner_factory: LearnerFactory = make_learner,
     config: Config | None = None,
     adopt: bool = False,
+    snapshot: Path | None = None,
     transfers: str = "",
     clock: Clock | None = None,
     meter: Meter | None = None,
@@ -84,7 +85,8 @@ def run_trainer(
 
     Calls `open_bus` twice, for loop and working thread. Free keys (timing, checkpoints, threads)
     come from `config`, others from the log. `adopt` accepts committed weights that cannot be
-    reproduced. `transfers` is this process's weight server.
+    reproduced. `snapshot` is the file that shortens a restart. `transfers` is this process's weight
+    server.
 
     Raises UsageError, ReplayDiverged, NonFinite, Fenced, OutcomeUnknown, PolicyError,
     ResourceError, BusError.
@@ -98,7 +100,7 @@ def run_trainer(
         )
         with closing(writer):
             await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
-            history = read_history(bus, topics, clock)
+            history = read_history(bus, topics, clock, snapshot)
             run = history.run_started
             if run is None:
                 raise InvariantBroken(f"the first record of {topics.control} cannot be read")
@@ -106,7 +108,7 @@ def run_trainer(
             open_handlers = partial(
                 _opened_handlers,
                 open_bus,
-                handlers_setup(topics, run, config, history, adopt=adopt),
+                handlers_setup(topics, run, config, history, adopt=adopt, snapshot=snapshot),
                 store=store,
                 make_learner=partial(_make, learner_factory, store, run, config),
                 clock=clock,
@@ -126,6 +128,7 @@ def handlers_setup(
     history: CommitHistory,
     *,
     adopt: bool,
+    snapshot: Path | None = None,
 ) -> HandlersSetup:
     """Return start offsets and cache bounds."""
     batch = config.rollout.prompts_per_step * config.rollout.group_size
@@ -135,6 +138,7 @@ def handlers_setup(
         started=run,
         starts=dict(history.starts),
         adopt=adopt,
+        snapshot=snapshot,
         leaves_device=config.trainer.offload_between_steps,
         records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
     )

@@ -24,6 +24,7 @@ from dora_pipe.consumers.trainer.effects import (
     TrainerEffect,
     TrainPart,
     TrainStep,
+    WriteHistory,
 )
 from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
@@ -243,6 +244,7 @@ PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
             Case(TrainStep(step=0, attempt=0, settings=KNOWN), ENDS),
             Case(PublishPolicy(step=0, attempt=0, checkpoint=False), ENDS),
             Case(DropFiles(weights=(), optimizers=()), ()),
+            Case(WriteHistory(content=b""), ()),
         ],
     ),
 }

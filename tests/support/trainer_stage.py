@@ -18,6 +18,7 @@ from dora_pipe.config.model import Config, Model, Run, Task
 from dora_pipe.config.outside import Store
 from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.ports import InlinePort
@@ -73,6 +74,7 @@ class TrainerStage:
         self.clock = VirtualClock()
         self.topics = Topics(RUN)
         self.store = PolicyStore(root / "policies")
+        self.snapshot = root / "commits"
         self.open_bus = open_bus or self.open_memory
         self.bus = self.open_bus()
         many = {self.topics.trajectories, self.topics.progress}
@@ -240,6 +242,12 @@ class TrainerStage:
         decoded = [decode_metrics(record.value) for record in self.records(self.topics.metrics)]
         return [status for status in decoded if isinstance(status, TrainerStatus)]
 
+    def read_history(self, bus: Bus) -> CommitHistory:
+        """Return the history, which is the same with a snapshot and without."""
+        history = read_history(bus, self.topics, self.clock, self.snapshot)
+        assert history == read_history(bus, self.topics, self.clock)
+        return history
+
     def change_trajectory(self, partition: int, offset: int) -> None:
         held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
         location = held.offsets.index(offset)
@@ -271,7 +279,7 @@ class StagedTrainer:
         bus = stage.open_bus()
         self.bus = bus
         writer = bus.writer(exclusive=f"{RUN}.trainer")
-        history = read_history(bus, stage.topics, stage.clock)
+        history = stage.read_history(bus)
         assert history.run_started is not None
         incarnation = history.incarnation + 1
         started = role_started(incarnation)
@@ -283,6 +291,7 @@ class StagedTrainer:
                 started=history.run_started,
                 starts=dict(history.starts),
                 adopt=adopt,
+                snapshot=stage.snapshot,
                 **bounds,
             ),
             bus=bus,

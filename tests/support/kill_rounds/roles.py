@@ -134,6 +134,7 @@ def _trainer(directory: RunDir) -> None:
         topics,
         store=FaultStore(directory.store(config), injector),
         learner_factory=make_learner,
+        snapshot=directory.commits,
         stop=roles.prepare_role(local_roles.TRAINER, topics.run),
         config=config,
         clock=clock,

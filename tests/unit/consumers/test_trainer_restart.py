@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.commits import decode_history
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import Fenced, NonFinite, OutcomeUnknown
 from dora_pipe.schemas.identity import group_id, trajectory_id
@@ -39,6 +40,21 @@ def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
     unkilled.start_run()
     train(unkilled, unkilled.trainer(), *range(steps))
     assert digests(stage) == digests(unkilled)
+
+
+def test_commit_with_a_checkpoint_writes_a_snapshot_if_the_disk_allows_it(
+    stage: TrainerStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = stage.trainer(checkpoint_every=2)
+    train(stage, trainer, 0, 1, 2, 3, 4)
+    trainer.close()
+    assert decode_history(stage.snapshot.read_bytes()).next_step == 4
+    stage.snapshot = stage.snapshot / "below a file"
+    again = stage.trainer(checkpoint_every=2)
+    train(stage, again, 5)
+    again.tick()
+    assert len(stage.commits()) == 6
+    assert "no snapshot of the commits" in caplog.text
 
 
 @pytest.mark.parametrize("phase", ["reading", "training", "publishing"])

@@ -65,13 +65,6 @@ def test_call_that_extends_a_context_goes_on_with_it() -> None:
     assert tree.place([1, 2, 7, 8]) == CallPlace(0, -1, 0, [])
 
 
-def test_call_that_does_not_opens_one_behind_the_longest_common_prefix() -> None:
-    tree = tree_of(([1, 2], [7, 8]), ([5, 6, 4], [9]))
-    assert tree.place([1, 2, 7, 4]) == CallPlace(2, 0, 3, [4])
-    assert tree.place([5, 6]) == CallPlace(2, 1, 2, [])
-    assert tree.place([3, 3]) == CallPlace(2, -1, 0, [3, 3])
-
-
 def test_record_has_contexts_one_behind_another_and_calls_as_they_were_answered() -> None:
     tree = tree_of(([1, 2], [7]), ([5], [8]), ([1, 2, 7, 3], [9]))
     sequence, contexts, calls = tree.record()

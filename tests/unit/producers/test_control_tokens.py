@@ -97,17 +97,6 @@ def added_ids(folder: Path) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("token", [*SPECIAL, *ADDED])
-def test_an_added_token_in_a_text_is_parsed_only_where_that_is_asked_for(
-    case: tuple[str, Path], token: str
-) -> None:
-    _, folder = case
-    own, text = added_ids(folder), f"a {token} s"
-    assert own.isdisjoint(Tokenizer(folder).ids(text))
-    assert own.isdisjoint(Tokenizer(folder).prompt_ids(f"a {token}"))
-    assert own.intersection(Tokenizer(folder, special_tokens="parse").ids(text))
-
-
 @hypothesis_settings(max_examples=60)
 @given(
     parts=st.lists(

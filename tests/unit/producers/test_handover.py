@@ -14,7 +14,6 @@ from safetensors.numpy import save
 
 from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.producers.worker import kv_handover as handover_kv
-from dora_pipe.producers.worker.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
 from dora_pipe.producers.worker.kv_handover import (
     OTHER_REQUEST,
     Handover,
@@ -23,16 +22,13 @@ from dora_pipe.producers.worker.kv_handover import (
     MemoryHandover,
     label_of,
 )
-from dora_pipe.producers.worker.ports import HandoverPort
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.transfers import (
-    AGE_MAX_NS,
     GONE,
     NO_ROOM,
     OTHER_DIGEST,
-    TOO_LARGE,
     UNREADABLE,
     Lost,
 )
@@ -58,6 +54,12 @@ def path_of(tmp_path: Path, blob: Blob) -> Path:
     return tmp_path / "handover" / f"{blob.sha256}.safetensors"
 
 
+def test_label_covers_all_tokens_but_the_last() -> None:
+    assert label_of("t", [5, 6, 7, 9]) == label_of("t", [5, 6, 7, 8])
+    assert label_of("t", [5, 6, 9, 8]) != label_of("t", [5, 6, 7, 8])
+    assert label_of("t", [5, 6, 7]) != label_of("t", [5, 6, 7, 8])
+
+
 @pytest.mark.parametrize("make", [MemoryHandover, None])
 def test_what_is_put_is_fetched_until_it_is_dropped(
     make: type[MemoryHandover] | None, files: KvHandover
@@ -77,12 +79,6 @@ def test_what_is_put_is_fetched_until_it_is_dropped(
     handover.clear()
     handover.clear()
     assert handover.fetch(LABEL, blob) == Lost(GONE)
-
-
-def test_label_covers_all_tokens_but_the_last() -> None:
-    assert label_of("t", [5, 6, 7, 9]) == label_of("t", [5, 6, 7, 8])
-    assert label_of("t", [5, 6, 9, 8]) != label_of("t", [5, 6, 7, 8])
-    assert label_of("t", [5, 6, 7]) != label_of("t", [5, 6, 7, 8])
 
 
 def _flip(path: Path) -> None:
@@ -152,71 +148,9 @@ def test_strange_file_under_its_own_digest_is_lost(
     assert files.fetch(LABEL, blob) == Lost(why)
 
 
-def test_name_that_leads_elsewhere_is_neither_read_nor_deleted(
-    files: KvHandover, tmp_path: Path
-) -> None:
-    victim = tmp_path / "victim.safetensors"
-    victim.write_bytes(b"x")
-    for name in ("../victim", "a" * 63, "A" * 64, ""):
-        blob = Blob(sha256=name, bytes=1)
-        assert files.fetch(LABEL, blob) == Lost(UNREADABLE)
-        files.drop(blob)
-    assert victim.exists()
-
-
-def test_sizes_have_limits(
-    files: KvHandover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blob = put(files)
-    monkeypatch.setattr(handover_kv, "BLOB_BYTES_MAX", KV.bytes - 1)
-    assert files.put(LABEL, KV) == Lost(TOO_LARGE)
-    huge = replace_bytes(blob, 10**15)
-    assert files.fetch(LABEL, huge) == Lost(TOO_LARGE)
-    assert files.fetch(LABEL, replace_bytes(blob, -1)) == Lost(TOO_LARGE)
-    assert path_of(tmp_path, blob).exists()
-
-
-def replace_bytes(blob: Blob, size: int) -> Blob:
-    return Blob(sha256=blob.sha256, bytes=size)
-
-
-def test_full_directory_takes_nothing_until_forgotten_files_are_old(tmp_path: Path) -> None:
-    clock = VirtualClock()
-    files = KvHandover(MappedFiles(tmp_path / "handover", clock=clock, bytes_max=2000))
-    first = put(files)
-    for path in (tmp_path / "handover").iterdir():
-        os.utime(path, ns=(clock.wall_ns(), clock.wall_ns()))
-    other = replace(LABEL, trajectory="g0000000001-001")
-    assert isinstance(files.put(other, replace(KV, array=np.zeros(400))), Lost)
-    clock.ns += AGE_MAX_NS + 1
-    second = put(files, label=other)
-    assert files.fetch(LABEL, first) == Lost(GONE)
-    assert isinstance(files.fetch(other, second), Kv)
-
-
 def test_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     files = KvHandover(MappedFiles(tmp_path / "file", clock=VirtualClock()))
     assert files.put(LABEL, KV) == Lost(NO_ROOM)
     assert isinstance(files.fetch(LABEL, Blob(sha256="a" * 64, bytes=5)), Lost)
     files.clear()
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_port_does_what_it_is_asked_in_order_and_tells(
-    in_thread: bool, files: KvHandover, tmp_path: Path
-) -> None:
-    port = HandoverPort(files, in_thread=in_thread)
-    blob = put(files)
-    port.start(FetchKv(request="a", label=LABEL, blob=blob))
-    port.start(DropKv(blob=blob))
-    port.start(FetchKv(request="b", label=LABEL, blob=blob))
-    port.start(PutKv(request="c", label=LABEL, kv=KV))
-    port.close()
-    assert port.busy
-    first, second, third = port.poll()
-    assert isinstance(first, KvFetched) and first.kv == KV
-    assert second == KvFetched(request="b", kv=None, why=GONE)
-    assert third == KvPut(request="c", blob=blob)
-    assert not port.busy and port.poll() == []
-    port.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
 from tests.support.worker import Worker, World
 
 ALL = {"max_resident_versions": 3}
@@ -29,45 +29,6 @@ def serving(world: World, *versions: int, **changes: Any) -> Worker:
 def loaded(world: World, worker: Worker, version: int) -> None:
     world.decide(world.assign(worker, version))
     world.until(worker, lambda: worker.machine.served.version == version)
-
-
-def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
-    world = World(lengths=long)
-    worker = serving(world, 0)
-    world.decide(world.place(worker, 0))
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
-    world.ticks(worker, 5)
-    world.decide(world.assign(worker, 1), world.place(worker, 1, version=0))
-    world.until(worker, lambda: worker.machine.served.version == 1)
-    assert worker.machine.requests.in_phase(Phase.RUNNING) >= 1, "nothing was waited for"
-    world.decide(world.place(worker, 2, version=1), world.place(worker, 3, version=0))
-    world.until_idle(worker)
-    result = logged(world)
-    assert {name: entry.version for name, entry in result.items()} == {
-        "g0000000000-000": 0,
-        "g0000000001-000": 0,
-        "g0000000002-000": 1,
-        "g0000000003-000": 0,
-    }
-    assert [fact.version for fact in world.facts(WorkerReady)] == [0, 1]
-    assert not world.facts(RequestFailed)
-
-
-def test_tokens_are_those_that_each_version_gives_alone() -> None:
-    world = World(lengths=long)
-    worker = serving(world, 0, 1, 2)
-    world.decide(*(world.place(worker, number, version=number % 3) for number in range(6)))
-    world.until_idle(worker)
-    together = {name: world.trajectory(entry).token_ids for name, entry in logged(world).items()}
-    assert len(together) == 6
-    for version in range(3):
-        alone = World(lengths=long)
-        single = alone.start(version)
-        numbers = [number for number in range(6) if number % 3 == version]
-        alone.decide(*(alone.place(single, number, version=version) for number in numbers))
-        alone.until_idle(single)
-        for name, entry in logged(alone).items():
-            assert list(alone.trajectory(entry).token_ids) == list(together[name])
 
 
 def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:

@@ -19,7 +19,6 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.effects import (
-    AnswerCall,
     CallAsked,
     CloseSession,
     EngineAdd,
@@ -29,14 +28,13 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.producers.worker.request_records import trajectory_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import ScheduledRequest
-from dora_pipe.schemas.trajectory import TurnProgress, answer_of
+from dora_pipe.schemas.trajectory import TurnProgress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
@@ -124,36 +122,6 @@ def test_wall_clock_that_jumps_back_answers_no_call_before_it_was_asked() -> Non
     assert session is not None
     (turn,) = session.tree.turns
     assert turn.call.answered_ns == turn.call.asked_ns == NOW.wall_ns
-
-
-def test_call_is_recorded_then_answered() -> None:
-    driver = Driver()
-    driver.ask(5, [1, 2], api="chat", caller="me", asked={"top_p": 0.5})
-    assert driver.sample(f"{KEY}#0", [7, 8]) == []
-    turn = driver.written()
-    assert (turn.turn, turn.context, turn.parent, turn.shared) == (0, 0, -1, 0)
-    assert (turn.given_ids, turn.token_ids, turn.prefills) == ([1, 2], [7, 8], (2,))
-    assert (turn.call.start, turn.call.end, turn.call.finish) == (2, 4, "stop")
-    assert (turn.call.api, turn.call.caller, turn.call.ignored_settings) == (
-        "chat",
-        "me",
-        {"top_p": 0.5},
-    )
-    assert (turn.previous, turn.started_ns, turn.worker, turn.incarnation) == (-1, 7, "w0", 9)
-    assert driver.phase(f"{KEY}#0") is Phase.ANSWERING
-    assert driver.log(f"{KEY}#0", 4) == [
-        AnswerCall(
-            request=KEY,
-            call=5,
-            token_ids=[7, 8],
-            logprobs=[-1.0, -1.0],
-            finish="stop",
-            prompt_tokens=2,
-        )
-    ]
-    resume = driver.requests.by_key[KEY].chain.resume
-    assert resume is not None and (resume.tokens, resume.offset) == (2, 4)
-    assert list(driver.requests.by_key) == [KEY]
 
 
 def test_what_ends_a_call_beside_the_run_s_is_the_engine_s_and_stands_in_its_record() -> None:

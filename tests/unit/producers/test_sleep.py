@@ -22,17 +22,6 @@ def ready(world: World) -> list[tuple[int, str]]:
     return [(fact.version, fact.digest) for fact in world.facts(WorkerReady)]
 
 
-def test_idle_worker_sleeps_at_once_and_wakes_with_the_version_that_it_is_assigned() -> None:
-    world = World(lengths=lambda seed, turn: 5)
-    worker = world.start(0)
-    world.decide(asleep(worker))
-    world.until(worker, lambda: worker.machine.served == NOTHING)
-    world.decide(world.assign(worker, 1))
-    world.decide(world.place(worker, 0, version=1))
-    world.until(worker, lambda: bool(world.facts(TrajectoryLogged)))
-    assert ready(world) == [(0, world.digest(0)), (NO_VERSION, ""), (1, world.digest(1))]
-
-
 def test_what_runs_is_let_go_of_first_and_what_does_not_move_is_finished() -> None:
     world = World(lengths=lambda seed, turn: 40)
     worker = world.start(0)

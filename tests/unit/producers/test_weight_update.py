@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.producers.worker.sequence import TokenSequence, chain_error, sequence_of
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
 from dora_pipe.schemas.control import RequestFailed
-from dora_pipe.schemas.trajectory import Progress, Segment
+from dora_pipe.schemas.trajectory import Progress
 from tests.support.batches import progress_chunk
 from tests.support.worker import Worker, World, digest_of
 
@@ -24,20 +24,6 @@ def stays(*lengths: int) -> TokenSequence:
             sequence.reload(10 + number, worker="w", incarnation=7, version=2 + number)
         sequence.sampled([number] * length, [-1.0] * length, [-0.5] * length)
     return sequence
-
-
-def model(sequence: TokenSequence) -> list[tuple[int, int, int]]:
-    segments: list[Segment] = [segment for segment in sequence.segments if segment.kind == "model"]
-    return [(segment.start, segment.end, segment.version) for segment in segments]
-
-
-def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None:
-    sequence = stays(3, 2, 4)
-    assert model(sequence) == [(2, 5, 3), (5, 7, 4)]
-    assert sequence.prefills == [2, 5, 7]
-    sequence.end_stay(20, worker="w", incarnation=7, version=5)
-    assert model(sequence)[-1] == (7, 11, 5)
-    assert (sequence.versions, sequence.moves) == ([3, 4, 5], 0)
 
 
 def test_progress_never_spans_two_versions() -> None:
@@ -56,13 +42,6 @@ def chunk(start: int, length: int, version: int, worker: str = "w") -> Progress:
         digest=digest_of(version),
         worker=worker,
     )
-
-
-def test_chain_over_versions_is_taken_over_segment_by_segment() -> None:
-    chunks = [chunk(0, 3, 3), chunk(3, 2, 3), chunk(5, 2, 4), chunk(7, 1, 4, "x")]
-    sequence = sequence_of(chunks)
-    assert isinstance(sequence, TokenSequence)
-    assert model(sequence) == [(2, 7, 3), (7, 9, 4), (9, 10, 4)]
 
 
 def why(chunks: list[Progress], newest: int | None) -> str | None:

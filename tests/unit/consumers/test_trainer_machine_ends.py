@@ -4,39 +4,13 @@ import itertools
 
 import pytest
 
-from dora_pipe.consumers.trainer.effects import Adopted, PublishPolicy, Replayed
+from dora_pipe.consumers.trainer.effects import Replayed
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.pure.machine import CaughtUp, StopAsked
 from dora_pipe.core.pure.records import Record
 from dora_pipe.core.pure.wait_tracker import DEFAULT_LIMITS
-from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
 from dora_pipe.schemas.metrics import Blocker
-from dora_pipe.schemas.rounds import StopRun
 from tests.support.trainer_driver import HEARTBEAT_NS, OFFENDER, TOPICS, Driver, batch
-
-
-def test_adopted_weights_are_written_and_the_next_commit_says_so() -> None:
-    driver = Driver(checkpoint_every=100)
-    driver.react()
-    driver.react(CaughtUp())
-    driver.react(Adopted(step=0, digest_committed="c", digest_replayed="d", why="other torch"))
-    driver.restored()
-    (adopted,) = driver.written
-    assert isinstance(adopted, WeightsAdopted)
-    assert (adopted.step, adopted.incarnation, adopted.reason) == (0, 5, "other torch")
-    driver.decide(batch(0))
-    driver.fetched()
-    assert driver.trained() == [PublishPolicy(step=0, attempt=1, checkpoint=True)]
-    driver.published()
-    driver.acknowledged()
-    driver.decide(batch(1))
-    driver.fetched(1)
-    assert driver.trained(1) == [PublishPolicy(step=1, attempt=1, checkpoint=False)]
-    driver.published(1)
-    assert [event.adopted for event in driver.written if isinstance(event, StepCommitted)] == [
-        True,
-        False,
-    ]
 
 
 @pytest.mark.parametrize("begin", ["to_idle", "to_reading"])
@@ -60,12 +34,6 @@ def test_stop_finishes_the_present_step_first(begin: str) -> None:
     assert driver.acknowledged() == []
     assert driver.machine.finished
     assert driver.history.next_step == 1
-
-
-def test_end_of_the_run_ends_an_idle_trainer() -> None:
-    driver = Driver().to_idle()
-    driver.decide(StopRun(reason=""))
-    assert driver.machine.finished
 
 
 def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:

@@ -57,23 +57,6 @@ def test_commit_with_a_checkpoint_writes_a_snapshot_if_the_disk_allows_it(
     assert "no snapshot of the commits" in caplog.text
 
 
-@pytest.mark.parametrize("phase", ["reading", "training", "publishing"])
-def test_uncommitted_step_is_done_again_from_the_same_batch(
-    stage: TrainerStage, phase: str
-) -> None:
-    trainer = stage.trainer()
-    train(stage, trainer, 0)
-    stage.commits()
-    decision = stage.take_new(1)
-    trainer.until(lambda: trainer.machine.phase == phase)
-    trainer.close()
-    again = stage.trainer()
-    again.train_to(2)
-    commit = stage.commits()[1]
-    assert commit.groups == decision.groups
-    assert commit.incarnation == 1
-
-
 def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
     trainer = stage.trainer(checkpoint_every=2)
     train(stage, trainer, 0, 1, 2, 3, 4)

@@ -57,38 +57,22 @@ def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
     assert actual_recovery.run_started == recovery.run_started
 
 
-def damaged(kind: str) -> Callable[[bytes], bytes]:
-    return {
-        "truncated": lambda data: data[:-7],
-        "empty": lambda data: b"",
-        "a byte of the header": lambda data: data.replace(b'"offset":', b'"offzet":', 1),
-        "a byte of the body": lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:],
-        "other code": lambda data: data.replace(b'"source":"', b'"source":"0', 1),
-        "other run": lambda data: data.replace(b'"run":"', b'"run":"x', 1),
-        "other format": lambda data: data.replace(b'"format":2', b'"format":3', 1),
-        "other digest": lambda data: data.replace(b'"digest":"', b'"digest":"0', 1),
-        "other size": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":1', 1),
-        "huge": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":9999999', 1),
-        "garbage": lambda data: bytes(range(256)) * 8,
-    }[kind]
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda data: data[:-7],
+    "empty": lambda data: b"",
+    "a byte of the header": lambda data: data.replace(b'"offset":', b'"offzet":', 1),
+    "a byte of the body": lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:],
+    "other code": lambda data: data.replace(b'"source":"', b'"source":"0', 1),
+    "other run": lambda data: data.replace(b'"run":"', b'"run":"x', 1),
+    "other format": lambda data: data.replace(b'"format":2', b'"format":3', 1),
+    "other digest": lambda data: data.replace(b'"digest":"', b'"digest":"0', 1),
+    "other size": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":1', 1),
+    "huge": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":9999999', 1),
+    "garbage": lambda data: bytes(range(256)) * 8,
+}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "truncated",
-        "empty",
-        "a byte of the header",
-        "a byte of the body",
-        "other code",
-        "other run",
-        "other format",
-        "other digest",
-        "other size",
-        "huge",
-        "garbage",
-    ],
-)
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -97,7 +81,7 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
     snapshot_at(world, tmp_path, 70)
     (file,) = snapshots_in(tmp_path)
     before = file.read_bytes()
-    file.write_bytes(damaged(kind)(before))
+    file.write_bytes(DAMAGE[kind](before))
     assert file.read_bytes() != before
     recovery = recover(world.bus, world.topics, tmp_path)
     assert recovery.state.digest() == world.machine.state.digest()

@@ -13,6 +13,7 @@ from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.topics import (
     NAME_CHARACTERS_MAX,
     ROLES,
+    Topics,
     check_run_name,
     check_worker_name,
     is_name,
@@ -20,7 +21,23 @@ from dora_pipe.schemas.topics import (
 )
 from dora_pipe.schemas.trajectory import Headers
 
-ODD = ["wörker", "x" * 600, "x" * 101, "", ".", "..", "a/b", "a b", "-a", "_a", "a\n", "a\0", "a%s"]
+ODD = [
+    "a.b",
+    "a.control",
+    "wörker",
+    "x" * 600,
+    "x" * 101,
+    "",
+    ".",
+    "..",
+    "a/b",
+    "a b",
+    "-a",
+    "_a",
+    "a\n",
+    "a\0",
+    "a%s",
+]
 
 
 def headers_with(worker: str) -> Headers:
@@ -45,7 +62,7 @@ def headers_with(worker: str) -> Headers:
 @pytest.mark.parametrize("name", ODD)
 def test_name_that_would_not_do_everywhere_is_refused_in_one_line_with_the_rule(name: str) -> None:
     assert not is_name(name)
-    for check in (check_run_name, check_worker_name):
+    for check in (check_run_name, check_worker_name, Topics):
         with pytest.raises(ConfigError, match="not a ") as refused:
             check(name)
         assert "\n" not in refused.value.message and len(refused.value.message) < 200

@@ -176,11 +176,6 @@ def test_empty_trajectory_without_tokens_is_a_record_too() -> None:
     assert decode_trajectory(encode_trajectory(empty)[0]) == empty
 
 
-def test_sampled_and_valid_say_what_the_arrays_and_the_reward_say() -> None:
-    assert (SOUND.sampled, SOUND.valid) == (5, True)
-    assert (PLAIN_TRAJECTORY.sampled, PLAIN_TRAJECTORY.valid) == (1, False)
-
-
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -207,11 +202,6 @@ def test_progress_is_not_read_as_a_trajectory_nor_a_trajectory_as_progress() -> 
         decode_trajectory(encode_any_progress(PROGRESS))
     with pytest.raises(SchemaError, match="columns are not those of this record"):
         decode_any_progress(encode_trajectory(SOUND)[0])
-
-
-def test_segment_of_no_engine_has_no_worker() -> None:
-    segment = Segment(kind="prompt", start=0, end=1, turn=0, start_ns=0, end_ns=0)
-    assert (segment.worker, segment.incarnation, segment.version) == ("", -1, -1)
 
 
 def rewritten(**columns: Any) -> bytes:
@@ -249,8 +239,3 @@ def test_versions_of_a_mixed_trajectory_only_grow_from_its_own(
     versions: tuple[int, int, int], newest: int, why: str
 ) -> None:
     assert mixing_error(by(*versions), newest) == why
-
-
-def test_mixed_trajectory_knows_the_version_of_every_sampled_segment() -> None:
-    assert MIXED.versions == [3, 5, 6]
-    assert SOUND.versions == [3, 3]

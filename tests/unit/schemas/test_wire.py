@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.policy import Tensor, weights_digest
-from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import (
     canonical,
-    decode_tagged,
     encode,
     float_fields,
-    kebab,
     refuse_non_finite,
 )
 from tests.golden.values import CONTROL, METRICS, ROUND, TENSORS
@@ -154,26 +151,6 @@ def test_tag_may_stand_anywhere_in_the_record() -> None:
     assert control.decode_control(msgspec.json.encode(last)) == record
 
 
-def test_kinds_are_the_tags_of_the_union() -> None:
-    for module, union in ((control, control.AnyControl), (metrics, metrics.AnyMetrics)):
-        tags = {kebab(kind.__name__) for kind in union.__args__}
-        assert tags == module.KINDS
-
-
-def test_two_stages_refuse_a_known_kind_the_decoder_does_not_take() -> None:
-    decoder = msgspec.json.Decoder(control.Command)
-    with pytest.raises(SchemaError):
-        decode_tagged(b'{"kind":"drain"}', decoder, frozenset({"drain"}))
-
-
-@pytest.mark.parametrize(
-    ("name", "tag"),
-    [("WorkerJoined", "worker-joined"), ("End", "end"), ("KvPressure", "kv-pressure")],
-)
-def test_kebab(name: str, tag: str) -> None:
-    assert kebab(name) == tag
-
-
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(0, 9))
 def test_chain_depends_on_what_was_folded_and_where_it_ends(
     left: bytes, right: bytes, offset: int
@@ -225,14 +202,3 @@ def test_weights_digest_does_not_depend_on_the_order_of_tensors(tensors: list[Te
 def test_weights_digest_depends_on_every_part_of_a_tensor(name: str, value: Any) -> None:
     changed = msgspec.structs.replace(TENSORS[0], **{name: value})
     assert weights_digest([changed, TENSORS[1]]) != weights_digest(TENSORS)
-
-
-def test_topics_are_named_after_the_run() -> None:
-    assert Topics("demo").all() == (
-        "demo.control",
-        "demo.metrics",
-        "demo.decisions",
-        "demo.trajectories",
-        "demo.progress",
-        "demo.dead-letters",
-    )

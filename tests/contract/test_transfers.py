@@ -19,7 +19,7 @@ from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.transfers import AGE_MAX_NS, Lost
 from tests.support.transfers import PAIRS, Pair
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CHANCE = np.random.default_rng(1)
 LARGE = CHANCE.integers(0, 256, 9 * 1024 * 1024 + 17, dtype=np.uint8).tobytes()
 """More than two chunks of a stream, and a bit."""

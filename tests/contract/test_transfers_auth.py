@@ -170,7 +170,7 @@ def test_peer_that_does_not_know_the_token_learns_no_proof(tmp_path: Path) -> No
 STRANGERS = 200
 THREADS_MORE_MAX = 20
 """gRPC's own, which do not grow with callers."""
-SETTLED_S = 5.0
+SETTLED_S = 60.0
 """While many calls come at once, gRPC takes threads to refuse them, and gives those back."""
 
 
@@ -225,4 +225,4 @@ def test_strangers_who_are_silent_hold_no_thread(
         assert threads() - before < THREADS_MORE_MAX
         began_s = time.monotonic()
         assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
-        assert time.monotonic() - began_s < WAIT_S / 4
+        assert time.monotonic() - began_s < WAIT_S / 2

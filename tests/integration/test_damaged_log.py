@@ -22,7 +22,7 @@ from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import FATAL_CODES
 from tests.support.recorded_run import RecordedRun
 
-LIMIT_S = 20
+LIMIT_S = 60
 """A command that takes longer than this tries again where nothing can help."""
 
 COMMANDS: dict[str, tuple[str, ...]] = {

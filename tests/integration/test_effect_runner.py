@@ -14,7 +14,7 @@ import pytest
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

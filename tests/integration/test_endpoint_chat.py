@@ -44,7 +44,7 @@ def hi(assets: Path) -> Iterator[Stage]:
 
 
 def client_of(address: tuple[str, str]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=address[0], api_key=address[1], max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=address[0], api_key=address[1], max_retries=0, timeout=60)
 
 
 def create(client: openai.OpenAI, messages: Any = HELLO, **more: Any) -> Any:

@@ -19,7 +19,7 @@ from dora_pipe.launch.supervisor import WAITED_OUT, RunFailed, Supervisor, Worke
 from tests.support.cluster import make_config
 from tests.support.trainer_driver import run_started
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TIMING = Timing(max_restarts=2, stop_timeout_s=5.0)
 
 
@@ -60,7 +60,7 @@ code = codes[name][min(starts, len(codes[name])) - 1]
 if code:
     (folder / f"{name}.log").write_text(f"noise\\nerror: {name} has no memory\\nhint: run\\n")
 if (wait := waits.get(name)) and wait["code"] == code:
-    give_up_s = time.monotonic() + 20.0
+    give_up_s = time.monotonic() + 60.0
     while not (folder / wait["file"]).exists():
         assert time.monotonic() < give_up_s
         time.sleep(0.01)

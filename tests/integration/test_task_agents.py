@@ -30,9 +30,13 @@ async def told(base_url, api_key, row):
     await asyncio.sleep(0)
     return f"{base_url} {api_key} {row['numbers']}"
 
+here = []
+
 def in_thread(base_url):
-    time.sleep(.5)
-    return Reward(value=.5, parts={"turns": 2.0})
+    here.append(base_url)
+    end = time.monotonic() + 60
+    while len(here) < 20 and time.monotonic() < end: time.sleep(.01)
+    return Reward(value=float(len(here)), parts={"turns": 2.0})
 
 def nothing(): pass
 def number(row): return len(row["numbers"])
@@ -65,7 +69,7 @@ def call(request: str = "g-0/0", index: int = 0) -> AgentCall:
     )
 
 
-def events(pool: TaskPool, count: int = 1, wait_s: float = 20.0) -> list[TaskEvent]:
+def events(pool: TaskPool, count: int = 1, wait_s: float = 90.0) -> list[TaskEvent]:
     events: list[TaskEvent] = []
     end = time.monotonic() + wait_s
     while len(events) < count and time.monotonic() < end:
@@ -84,17 +88,11 @@ def test_a_function_is_given_what_it_names(folder: Path) -> None:
 
 def test_plain_functions_run_at_the_same_time(folder: Path) -> None:
     with pool_of(folder, agent="agent:in_thread") as pool:
-        pool.wait()
-        start = time.monotonic()
         for index in range(20):
             pool.submit(call(f"g-0/{index}"))
-        actual_events = events(pool, 20)
-        assert time.monotonic() - start < 9.0  # One after the other would be 10 s.
-    assert {
-        ended.rewarded.reward
-        for ended in actual_events
-        if isinstance(ended, AgentEnded) and ended.rewarded
-    } == {0.5}
+        ended = events(pool, 20)
+    rewarded = [event.rewarded for event in ended if isinstance(event, AgentEnded)]
+    assert {reward.reward for reward in rewarded if reward} == {20.0}
 
 
 @pytest.mark.parametrize(("name", "error"), [("fails", "KeyError"), ("odd", "NoAnswer")])
@@ -190,14 +188,14 @@ def test_a_command_that_is_forgotten_ends_with_all_that_it_started(folder: Path)
         pool.submit(call())
         pid = _written(pool, folder / "pid")
         pool.forget("g-0/0")
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while _alive(pid) and time.monotonic() < end:
             pool.poll(0.05)
         assert not _alive(pid)
 
 
 def _written(pool: TaskPool, path: Path) -> int:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         pool.poll(0.05)
         if path.exists() and path.read_text().strip():

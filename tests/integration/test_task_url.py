@@ -39,7 +39,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def task(*urls: str, **keys: Any) -> model.Task:
-    return model.Task(kind="whatever", url=urls, environment_timeout_s=20.0, **keys)
+    return model.Task(kind="whatever", url=urls, environment_timeout_s=60.0, **keys)
 
 
 def pid_there(pool: TaskPool) -> int:

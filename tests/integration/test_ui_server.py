@@ -194,7 +194,7 @@ def test_more_than_there_is_room_for_are_refused(server: PageServer) -> None:
 
 
 def test_what_is_no_http_is_refused(server: PageServer) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(server)), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port_of(server)), timeout=60) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b" 400 " in connection.recv(4096)
 

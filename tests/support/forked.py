@@ -36,6 +36,9 @@ MESSAGE_BYTES_MAX: Final = 1 << 17
 FILES: Final = 3
 """Files per message."""
 
+PATIENT_S: Final = 120.0
+"""How long commands try to reach a broker. The product's 10 s are too few on a busy machine."""
+
 _NUMBER: Final = struct.Struct("=i")
 
 ALSO: Final = (
@@ -119,8 +122,10 @@ def _server() -> socket.socket:
 
 
 def serve() -> None:
+    from dora_pipe.bus.kafka import client
     from dora_pipe.launch.roles import TRAINER_PRELOAD
 
+    client.CONNECT_LIMIT_S = PATIENT_S
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imports must not start CUDA

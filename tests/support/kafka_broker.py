@@ -12,14 +12,14 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
 from infra.kafka import broker
@@ -48,11 +48,10 @@ __all__ = [
     "missing_tools",
     "tidied_client",
     "tool",
-    "values_of",
     "write_tools",
 ]
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 PORTS = range(10_000, 32_000)
 """Ports below those of outgoing connections, which could take one while a broker is down."""
 TOOLS: Mapping[str, str] = {
@@ -147,18 +146,11 @@ class KafkaCluster(broker.KafkaCluster):
 
         return _until(look, f"{topic} has no leader")
 
-    def in_sync(self, topic: str, partition: int = 0) -> list[int]:
-        return sorted(self.partition(topic, partition)["isr_nodes"])
-
-    def await_in_sync(self, topic: str, partition: int = 0, count: int = NODES) -> None:
-        words = f"{topic} has no {count} replicas in sync"
-        _until(lambda: len(self.in_sync(topic, partition)) >= count or None, words)
-
     @contextmanager
     def admin(self) -> Iterator[Any]:
         alive = [node.bootstrap for node in self.nodes if node.running]
         with tidied_client():
-            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
+            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=30_000)
             try:
                 yield admin
             finally:
@@ -178,16 +170,3 @@ def _until(look: Callable[[], Found | None], words: str) -> Found:
                 return result
         time.sleep(POLL_S)
     raise BrokerError(f"{words} after {WAIT_S:.0f} s")
-
-
-def values_of(bootstrap: str, topic: str, count: int) -> list[bytes]:
-    reader = KafkaConsumer(bootstrap_servers=bootstrap.split(","), enable_auto_commit=False)
-    with closing(reader):
-        reader.assign([TopicPartition(topic, 0)])
-        reader.seek_to_beginning()
-        results: list[bytes] = []
-        until_s = time.monotonic() + WAIT_S
-        while len(results) < count and time.monotonic() < until_s:
-            for records in reader.poll(timeout_ms=200).values():
-                results += [record.value for record in records]
-        return results

@@ -5,7 +5,6 @@
         proxy.flow()  # held data passes
         proxy.reset()  # RST on every connection; new ones are accepted
         proxy.drop_answers()  # answers are lost, requests arrive
-        proxy.refuse()  # new connections are accepted, never served
         proxy.slow(64_000)  # bytes per second, each way
 
 Each direction of a connection has a thread; all end with the proxy.
@@ -24,7 +23,7 @@ from types import TracebackType
 HOST = "127.0.0.1"
 PIECE_BYTES = 16_384
 TICK_S = 0.01
-CONNECT_S = 5.0
+CONNECT_S = 30.0
 
 
 class Proxy:
@@ -38,7 +37,6 @@ class Proxy:
         self._lock = threading.Lock()
         self._stalled = threading.Event()
         self._dropping = threading.Event()
-        self._refusing = threading.Event()
         self._closed = threading.Event()
         self._bytes_per_s: float | None = None
         self.dropped_bytes = 0
@@ -54,15 +52,12 @@ class Proxy:
         self._stalled.set()
 
     def flow(self) -> None:
-        for entry in (self._stalled, self._dropping, self._refusing):
+        for entry in (self._stalled, self._dropping):
             entry.clear()
         self._bytes_per_s = None
 
     def drop_answers(self) -> None:
         self._dropping.set()
-
-    def refuse(self) -> None:
-        self._refusing.set()
 
     def slow(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -103,10 +98,6 @@ class Proxy:
             try:
                 client, _ = self._listener.accept()
             except TimeoutError:
-                continue
-            if self._refusing.is_set():
-                with self._lock:
-                    self._pairs.append((client, client))
                 continue
             host, port = self._target().rsplit(":", 1)
             try:

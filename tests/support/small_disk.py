@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PIECE_BYTES = 4096
-MOUNT_S = 20
+MOUNT_S = 60
 
 
 def _mount(*words: str) -> bool:

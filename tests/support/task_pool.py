@@ -15,7 +15,7 @@ from dora_pipe.producers.tasks.task import Completion
 LIMIT_S = 1.0
 """Limit for calls meant to hang; others get more on a busy machine."""
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 DEADLINE_S = 60.0
 
 USER_MODULE = """

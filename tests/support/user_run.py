@@ -68,7 +68,7 @@ REWARD = """
 def score(row, text):
     return min(1.0, text.count(row["answer"]) / 3)
 """
-WAIT_S = 120.0
+WAIT_S = 600.0
 WARM_S = 600.0
 """Some tasks import many packages."""
 

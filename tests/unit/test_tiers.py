@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.tidy import ROOT, files
 
-BROKER_TESTS = "tests/integration/test_kafka_broker.py"
+BROKER_TESTS = "tests/integration/test_reality_kafka_records.py"
 LIMIT_S = 300
 
 

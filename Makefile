@@ -218,7 +218,7 @@ test-adamw8bit: setup ## Test trainer.optimizer = "adamw8bit" (130 MB)
 	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(EIGHT_BITS) -r requirements/adamw8bit.txt; \
 	  echo "$(EIGHT_BITS_WANTED)" > $(EIGHT_BITS)/.stamp; fi
 	@PYTHONPATH=$(CURDIR)/$(EIGHT_BITS) $(BIN)/pytest -q -n 0 tests/unit/consumers/test_optimizers.py \
-	  tests/integration/test_optimizer_runs.py $(ARGS)
+	  tests/integration/test_bfloat16_run.py $(ARGS)
 
 # Agents of frameworks: a separate environment for tasks (`task.python`).
 AGENTS := .venv-agents

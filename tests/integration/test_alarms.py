@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.pure.records import Append
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
@@ -18,7 +17,6 @@ from dora_pipe.observe.why import why_now
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
-from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TICK_NS, Cluster, make_config
 from tests.support.inline_tasks import InlineTasks
 
@@ -90,9 +88,7 @@ def test_pause_that_a_user_asked_for_raises_no_alarm_while_it_lasts_or_after(
         texts: list[str] = []
         shown: list[str] = []
         for verb in ("pause", "resume"):
-            command = Command(at_ns=cluster.clock.wall_ns(), user="ada", verb=verb)
-            record = Append(topic=cluster.topics.control, value=encode(command))
-            cluster.bus.writer().append([record])
+            cluster.tell(Command(at_ns=cluster.clock.wall_ns(), user="ada", verb=verb))
             for _ in range(60):
                 cluster.ticks(SECOND_TICKS // 20)
                 texts += alarms(progress)

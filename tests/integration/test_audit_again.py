@@ -66,11 +66,8 @@ def test_memory_of_an_audit_follows_what_is_open(recorded: RecordedRun) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("versions", [1, 3])
-def test_audit_that_follows_a_run_reports_what_a_new_one_reports(
-    tmp_path: Path, versions: int
-) -> None:
-    config, parts = make_config(run__steps=10), SimulatedParts(versions=versions)
+def test_audit_that_follows_a_run_reports_what_a_new_one_reports(tmp_path: Path) -> None:
+    config, parts = make_config(run__steps=10), SimulatedParts(versions=3)
     with Cluster(tmp_path / "run", config, parts=parts, on_disk=False) as cluster:
         cluster.ticks(61)
         with closing(Auditor(cluster.bus, cluster.topics, cluster.store.root)) as auditor:

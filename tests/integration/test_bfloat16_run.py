@@ -1,10 +1,12 @@
-"""A run whose policies are bfloat16, its trainer killed between checkpoints: bit for bit again."""
+"""Runs in bfloat16 with another optimizer than AdamW, updates in parts and every bound on memory.
+
+The trainer is killed between checkpoints; everything comes out bit for bit.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -12,17 +14,13 @@ import pytest
 
 from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import distances_of, replay_steps
-from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.config.load import from_plain
+from dora_pipe.consumers.learners.torch import memory
 from dora_pipe.launch.plan import run_started
-from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.engine import SamplingParams
-from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
-from tests.support.ledgers import build_ledger
 from tests.support.models import make_llama_gqa
 
 STEPS = 4
@@ -33,8 +31,12 @@ def has_version(cluster: Cluster, version: int) -> bool:
     return cluster.version >= version
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["muon", "adamw8bit"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    if request.param == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="make test-adamw8bit")
     folder = tmp_path_factory.mktemp("bfloat16")
     model = make_llama_gqa(folder / "model", scale=WIDE_LOGITS)
     config = make_config(
@@ -43,12 +45,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         sampling__max_tokens=12,
         rollout__group_size=3,
         rollout__prompts_per_step=2,
+        objective__kl_coef=0.1,
+        trainer__optimizer=request.param,
+        trainer__weight_decay=0.1,
+        trainer__batch_parts=2,
+        trainer__minibatches=2,
         trainer__checkpoint_every=2,
         trainer__learning_rate=1e-4,
+        trainer__packing=True,
+        trainer__gradient_checkpointing=True,
         evaluation__every=0,
     )
     parts = TorchParts(model, dtype="bfloat16")
-    with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
+    with (
+        pytest.MonkeyPatch.context() as small,
+        Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running,
+    ):
+        for name in ("HEAD_ELEMENTS", "MLP_ELEMENTS", "MLP_ELEMENTS_MIN"):
+            small.setattr(memory, name, 2**12)
         for version in (1, 3):
             running.until(partial(has_version, running, version))
             running.restart(TRAINER)
@@ -57,15 +71,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_every_version_is_bfloat16_and_the_audit_is_clean(cluster: Cluster) -> None:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    ledger = build_ledger(cluster.bus, cluster.topics)
-    facts = [ledger.steps[step].fact for step in range(STEPS)]
-    assert {fact.policy.dtype for fact in facts} == {"bfloat16"}
-    assert len({fact.policy.digest for fact in facts}) == STEPS
-    assert {fact.numerics["policies"] for fact in facts} == {"bfloat16"}
-    assert [fact.full for fact in facts] == [False, True, False, True], "with a checkpoint"
-    assert all(fact.delta is not None for fact in facts)
+    cluster.clean_report()
+    commits = cluster.facts(StepCommitted)
+    assert {commit.policy.dtype for commit in commits} == {"bfloat16"}
+    assert len({commit.policy.digest for commit in commits}) == STEPS
+    assert [commit.full for commit in commits] == [False, True, False, True], "with a checkpoint"
+    assert all(commit.delta is not None for commit in commits)
+    for commit in commits:
+        assert (commit.numerics["policies"], commit.numerics["packing"]) == ("bfloat16", "on")
+        assert commit.numerics.keys() >= {"head_chunk_tokens", "mlp_chunk_tokens"}
+        name, _, _ = commit.numerics["optimizer"].partition(" ")
+        assert name == cluster.config.trainer.optimizer
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["version 0", "a checkpoint"])
@@ -85,19 +101,8 @@ def test_a_changed_step_is_measured_by_the_numbers_not_by_their_bytes(cluster: C
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
-    stop_ids = cluster.parts.stop_ids(cluster.assets)
-    config = cluster.config
-    params: dict[str, SamplingParams] = {
-        "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.eval_sampling(), stop_ids),
-    }
-    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
-    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
-    with closing(read_catalogue(bus, topics)) as tables:
-        names = list(pick(tables, 6, 5))
-        results = list(regenerate(bus, topics, store, tables, engine, names, params))
-    assert all(result.equal for result in results)
-    assert len(results) == 6
+    results = cluster.regenerated(6)
+    assert [result.equal for result in results] == [True] * 6
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,7 @@ main()
 HOSTILE = "\x1b[31m\x9b31m\x07\u202e na\u00efve \U0001f600"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("encoding", "as_json"), [("utf-8", False), ("ascii", True)])
 def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_terminal(
     encoding: str, as_json: bool, tmp_path: Path
 ) -> None:
@@ -84,9 +83,7 @@ def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call:
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err)
 
 
-@pytest.mark.parametrize(
-    "words", [("log", "read", "."), ("log", "read", ".", "--json"), ("show", ".", "3")]
-)
+@pytest.mark.parametrize("words", [("log", "read", "."), ("log", "read", ".", "--json")])
 def test_command_shows_what_ascii_cannot_say(
     words: tuple[str, ...], recorded: RecordedRun, tmp_path: Path
 ) -> None:
@@ -108,10 +105,7 @@ def test_command_shows_what_ascii_cannot_say(
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["dora_pipe.cli.app", "typer", "pydantic", "pyarrow", "dora_pipe.cli.show"],
-)
+@pytest.mark.parametrize("module", ["dora_pipe.cli.app", "dora_pipe.cli.show"])
 def test_ctrl_c_while_the_commands_are_imported_is_one_line(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING.format(module=module), "show"],

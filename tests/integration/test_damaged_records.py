@@ -44,7 +44,6 @@ def _swap(log: Tamper) -> str:
 
 DAMAGES: dict[str, tuple[Callable[[Tamper], str], str]] = {
     "gone": (damage.remove_trajectory, "its record is missing at trajectories:"),
-    "changed": (damage.change_token, "is not the one that was logged: sha256"),
     "swapped": (_swap, "is not the one that was logged: sha256"),
 }
 

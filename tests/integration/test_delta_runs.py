@@ -12,12 +12,10 @@ import pytest
 from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import OF_DELTAS
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.pure.records import TopicPartition
-from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.store import PolicyStore
@@ -49,15 +47,6 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def commits(cluster: Cluster) -> list[StepCommitted]:
-    control = TopicPartition(cluster.topics.control, 0)
-    controls = [
-        decode_control(record.value)
-        for record in records_of(cluster.bus, {control: cluster.bus.end(control)})
-    ]
-    return [event for event in controls if isinstance(event, StepCommitted)]
-
-
 def digests_of(cluster: Cluster) -> list[str]:
     history = read_history(cluster.bus, cluster.topics, VirtualClock())
     return [history.digest_of(version) for version in range(history.next_step + 1)]
@@ -69,11 +58,11 @@ def store_alone(cluster: Cluster, directory: Path) -> PolicyStore:
 
 
 def test_the_commits_say_what_of_each_version_lies_in_the_store(over: Cluster) -> None:
-    actual_commits = commits(over)
-    assert [commit.full for commit in actual_commits] == [
-        (commit.step + 1) % 4 == 0 or (commit.step + 1) % 6 == 0 for commit in actual_commits
+    commits = over.facts(StepCommitted)
+    assert [commit.full for commit in commits] == [
+        (commit.step + 1) % 4 == 0 or (commit.step + 1) % 6 == 0 for commit in commits
     ]
-    for event in actual_commits:
+    for event in commits:
         assert event.delta is not None
         assert event.metrics.keys() >= OF_DELTAS
         assert over.store.has_whole(event.digest_after) == event.full

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from dora_pipe.analysis.replay import raise_if_diverged
-from dora_pipe.audit.auditor import audit
 from dora_pipe.consumers.contributions import TEACHER, read_contributions
 from dora_pipe.core.errors import PolicyError, ReplayDiverged
-from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import Command, StepCommitted
-from dora_pipe.schemas.wire import encode
-from tests.integration.test_objective_runs import again, commits_of
+from tests.integration.test_objective_runs import again
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.teachers import teacher_endpoint
@@ -51,9 +48,8 @@ def finished(running: Cluster, kill_at: int) -> list[StepCommitted]:
     running.until(lambda: trainer.phase == "publishing")
     running.restart("trainer")
     running.run()
-    report = audit(running.bus, running.topics, running.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    return commits_of(running)
+    running.clean_report()
+    return running.facts(StepCommitted)
 
 
 def mean(commits: list[StepCommitted]) -> float:
@@ -72,7 +68,7 @@ def by_directory(
 
 
 def test_student_comes_near_its_teacher(by_directory: Cluster) -> None:
-    commits = commits_of(by_directory)
+    commits = by_directory.facts(StepCommitted)
     assert len(commits) == STEPS
     assert mean(commits[:2]) > 0.3
     assert mean(commits[-4:]) < mean(commits[:2]) / 2
@@ -138,14 +134,9 @@ def test_run_without_a_teacher_does_not_take_a_weight_for_one(tmp_path: Path) ->
     config = config_of(run__steps=2, objective__kind="grpo")
     with Cluster(tmp_path / "run", config, workers=("w0",)) as running:
         for args in ({"objective.teacher_weight": 0.5}, {"objective.kind": "distill"}):
-            command = Command(at_ns=1, user="u", verb="set", args=args)
-            writer = running.bus.writer()
-            writer.append(
-                [Append(topic=running.topics.control, key=b"user", value=encode(command))]
-            )
+            running.tell(Command(at_ns=1, user="u", verb="set", args=args))
         running.run()
-        report = audit(running.bus, running.topics, running.store.root)
-        assert report.holds, [violation.line for violation in report.violations]
-        for event in commits_of(running):
+        running.clean_report()
+        for event in running.facts(StepCommitted):
             assert event.settings["objective.kind"] == "grpo"
             assert "teacher" not in event.numerics

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_pipe.audit.auditor import audit
-from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.why import why_now
 from dora_pipe.orchestrator.process.recovery import recover
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.schemas.control import Command
-from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, Cluster, make_config, reward_by_text
 from tests.support.inline_tasks import InlineTasks
 from tests.support.stats_stage import stats_of
@@ -49,14 +46,11 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
         assert recover(cluster.bus, cluster.topics).state.failures.halted
 
         mended.append(True)
-        resume = Command(at_ns=0, user="u", verb="resume")
-        cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(resume))])
+        cluster.tell(Command(at_ns=0, user="u", verb="resume"))
         cluster.start(ORCHESTRATOR)
         cluster.run()
         assert stats_of(cluster.bus, cluster.topics).state == "finished"
-        report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    assert report.finished
+        assert cluster.clean_report().finished
 
 
 def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(

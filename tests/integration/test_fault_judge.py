@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import TopicSpec
@@ -21,6 +22,8 @@ from tests.support.kill_rounds.judge import Verdict, count_twice, judge, others_
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock
+
+pytestmark = [pytest.mark.slow, pytest.mark.pure]
 
 
 class Forgetful(SimulatedLearner):

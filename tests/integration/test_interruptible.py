@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,7 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.reading import horizon_of
-from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
-from dora_pipe.audit.report import AuditReport
-from dora_pipe.bus.base import records_of
-from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.engine import Engine, SamplingParams
-from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.audit.replay_trajectory import Regenerated
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.cluster import (
@@ -74,15 +67,9 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def report_of(cluster: Cluster) -> AuditReport:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations[:8]]
-    return report
-
-
 def trajectories(cluster: Cluster) -> list[Trajectory]:
-    trajectories = horizon_of(cluster.bus, cluster.topics).trajectories
-    return [decode_trajectory(record.value) for record in records_of(cluster.bus, trajectories)]
+    records = cluster.records(cluster.topics.trajectories)
+    return [decode_trajectory(record.value) for record in records]
 
 
 def is_mixed(trajectory: Trajectory) -> bool:
@@ -94,27 +81,15 @@ def bound(ledger: Ledger) -> list[str]:
     return [fact.fact.trajectory for fact in facts if fact.status == "bound"]
 
 
-def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regenerated]:
-    config, stop_ids = cluster.config, cluster.parts.stop_ids(cluster.assets)
-    params: dict[str, SamplingParams] = {
-        "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.eval_sampling(), stop_ids),
-    }
-    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
-    with closing(read_catalogue(bus, topics)) as tables:
-        return list(regenerate(bus, topics, store, tables, engine, names, params))
-
-
 def again_whole(cluster: Cluster) -> list[Regenerated]:
     names = bound(build_ledger(cluster.bus, cluster.topics))
-    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
-    results = again(cluster, names, engine)
+    results = cluster.regenerated(names)
     assert sorted(result.trajectory for result in results) == sorted(names)
     return results
 
 
 def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) -> None:
-    report = report_of(eventful)
+    report = eventful.clean_report()
     assert report.steps == STEPS
     assert report.partial_rollout
     assert report.mixed_share is not None
@@ -165,7 +140,7 @@ def test_single_worker_with_evaluations_is_live(tmp_path: Path) -> None:
     config = make_config(run__steps=6, **CHANGES)
     with Cluster(tmp_path / "run", config, parts=LONG, workers=("w0",), train_ticks=3) as cluster:
         cluster.run()
-        report = report_of(cluster)
+        report = cluster.clean_report()
     assert report.steps == 6
     assert report.mixed_share
 
@@ -186,7 +161,7 @@ def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path)
         cluster.until(evaluates_alone)
         cluster.kill(worker)
         cluster.run()
-        report = report_of(cluster)
+        report = cluster.clean_report()
         again_ = [result for result in again_whole(cluster) if not result.equal]
     assert again_ == []
     assert report.steps == 6
@@ -199,7 +174,7 @@ def test_turns_of_an_episode_may_be_of_several_versions(tmp_path: Path) -> None:
         tmp_path / "run", config, parts=parts, tasks=lambda: episode_tasks(3), train_ticks=3
     ) as cluster:
         cluster.run()
-        report = report_of(cluster)
+        report = cluster.clean_report()
         results = again_whole(cluster)
     assert report.mixed_share
     assert [result for result in results if not result.equal] == []
@@ -213,12 +188,11 @@ def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Pat
         tmp_path / "run", config, parts=parts, workers=("w0", "w1"), train_ticks=3
     ) as cluster:
         cluster.run()
-        report = report_of(cluster)
+        report = cluster.clean_report()
         names = [
             trajectory.trajectory for trajectory in trajectories(cluster) if is_mixed(trajectory)
         ][:12]
-        engine = parts.engine(cluster.assets, cluster.config, cluster.clock)
-        results = again(cluster, names, engine)
+        results = cluster.regenerated(names)
     assert report.mixed_share
     assert len(results) == len(names) > 4
     assert [result for result in results if not result.equal] == []

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.replay_trajectory import regenerate
-from dora_pipe.bus.base import records_of
-from dora_pipe.core.pure.records import Append, TopicPartition
-from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.engine import SamplingParams
-from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.control import Command, RequestReleased, decode_control
+from dora_pipe.schemas.control import Command, RequestReleased
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.schemas.wire import encode
 from tests.support.cluster import Cluster, SimulatedParts, make_config
 
 STEPS = 6
@@ -49,9 +40,7 @@ class Moved:
         self.machines: dict[int, WorkerMachine] = {}
         self._until(lambda: self.cluster.version >= 1)
         self._until(lambda: self._running(DRAINED) >= 3)
-        drain = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
-        topic = self.cluster.topics.control
-        self.cluster.bus.writer().append([Append(topic=topic, value=encode(drain))])
+        self.cluster.tell(Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED}))
         self._until(lambda: self.cluster.version >= STEPS - 1)
         self.cluster.run()
 
@@ -63,18 +52,11 @@ class Moved:
         return counter
 
     def released(self) -> list[RequestReleased]:
-        partition = TopicPartition(self.cluster.topics.control, 0)
-        records = records_of(self.cluster.bus, {partition: self.cluster.bus.end(partition)})
-        controls = [decode_control(record.value) for record in records]
-        return [event for event in controls if isinstance(event, RequestReleased)]
+        return self.cluster.facts(RequestReleased)
 
     def trajectories(self) -> list[Trajectory]:
-        topic = self.cluster.topics.trajectories
-        ends = {
-            tp: self.cluster.bus.end(tp)
-            for tp in (TopicPartition(topic, n) for n in range(self.cluster.bus.partitions(topic)))
-        }
-        return [decode_trajectory(record.value) for record in records_of(self.cluster.bus, ends)]
+        records = self.cluster.records(self.cluster.topics.trajectories)
+        return [decode_trajectory(record.value) for record in records]
 
     def _running(self, name: str) -> int:
         machine: WorkerMachine = self.cluster.roles[name].machine
@@ -108,9 +90,7 @@ def test_requests_moved_with_their_caches_and_none_is_left_over(moved: Moved) ->
 
 
 def test_run_with_moves_holds(moved: Moved) -> None:
-    report = audit(moved.cluster.bus, moved.cluster.topics, moved.cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    assert report.steps == STEPS
+    assert moved.cluster.clean_report().steps == STEPS
 
 
 def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
@@ -133,15 +113,8 @@ def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> Non
     names = [
         trajectory.trajectory for trajectory in moved.trajectories() if trajectory.meta.migrations
     ]
-    cluster, config = moved.cluster, moved.cluster.config
-    params: dict[str, SamplingParams] = {
-        "train": sampling_params(config.sampling, (END_TOKEN,)),
-        "eval": sampling_params(config.eval_sampling(), (END_TOKEN,)),
-    }
     engine = SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths)
-    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
-    with closing(read_catalogue(bus, topics)) as tables:
-        results = list(regenerate(bus, topics, store, tables, engine, names, params))
+    results = moved.cluster.regenerated(names, engine)
     assert [result for result in results if not result.equal] == []
     assert (
         min(result.prefills for result in results) == 1

@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.analysis.replay import StepResult, raise_if_diverged
-from dora_pipe.audit.auditor import audit
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
-from tests.support.tiers import more
 
 STEPS = 3
 GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -54,11 +51,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def commits_of(cluster: Cluster) -> list[StepCommitted]:
-    history = read_history(cluster.bus, cluster.topics, cluster.clock)
-    return list(read_commits(cluster.bus, cluster.topics, history.notes, cluster.clock))
-
-
 def again(
     cluster: Cluster, first: int = 0, last: int = STEPS, **changed: str | float
 ) -> list[StepResult]:
@@ -68,9 +60,7 @@ def again(
 
 
 def test_run_with_another_objective_holds(cluster: Cluster) -> None:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    assert report.steps == STEPS
+    assert cluster.clean_report().steps == STEPS
 
 
 def test_steps_with_recomputed_log_probs_come_out_bit_for_bit(cluster: Cluster) -> None:
@@ -80,7 +70,7 @@ def test_steps_with_recomputed_log_probs_come_out_bit_for_bit(cluster: Cluster) 
 
 
 def test_commit_says_which_objective_it_was_and_what_it_weighed(cluster: Cluster) -> None:
-    for commit in commits_of(cluster):
+    for commit in cluster.facts(StepCommitted):
         assert commit.settings["objective.kind"] == "tis"
         assert commit.settings["objective.proximal"] == "recomputed"
         assert commit.metrics["weight_mean"] > 0
@@ -96,45 +86,6 @@ def test_step_trained_again_with_another_objective_gives_other_weights(cluster: 
     assert [line.replayed.equal for line in lines] == [False] * STEPS
 
 
-@pytest.mark.parametrize("lora", [{}, *more([{"lora__rank": 2}])], ids=["whole", "adapter"])
-def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
-    tmp_path: Path, lora: dict[str, int]
-) -> None:
-    config = make_config(
-        run__steps=6,
-        run__name="moving",
-        sampling__max_tokens=12,
-        rollout__prompts_per_step=2,
-        objective__kl_coef=0.1,
-        objective__reference_every=2,
-        trainer__learning_rate=1e-3,
-        trainer__schedule="cosine",
-        trainer__warmup_steps=2,
-        trainer__weight_decay=0.1,
-        trainer__checkpoint_every=3,
-        store__keep_every=3,
-        **lora,
-    )
-    parts = TorchParts(make_qwen2(tmp_path / "model"))
-    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
-        running.until(lambda: running.version >= 4)
-        running.restart("trainer")
-        running.run()
-        report = audit(running.bus, running.topics, running.store.root)
-        assert report.holds, [violation.line for violation in report.violations]
-        commits = commits_of(running)
-        assert [commit.settings["trainer.reference"] for commit in commits] == [0, 0, 2, 2, 4, 4]
-        rates = [float(commit.settings["trainer.learning_rate"]) for commit in commits]
-        assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
-        kls = [commit.metrics["kl"] for commit in commits]
-        assert kls[2] == kls[4] == 0.0 < min(kls[1], kls[3], kls[5])
-        removed = {version for commit in commits for version in commit.dropped}
-        assert removed and not removed & {0, 2, 4, 6}
-        for first in (0, 4):
-            lines = again(running, first, last=6)
-            assert all(line.equal for line in lines), [line.metrics for line in lines]
-
-
 def test_mismatch_of_a_step_is_split_by_its_causes(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +97,7 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
 
     code, out = call("--json")
     result = json.loads(out)
-    commit = commits_of(cluster)[-1]
+    commit = cluster.facts(StepCommitted)[-1]
     assert (code, result["step"]) == (0, STEPS - 1)
     assert result["trajectories"] == sum(len(group.trajectories) for group in commit.groups)
     causes = result["causes"]
@@ -188,7 +139,8 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
     config = make_config(
         run__steps=STEPS,
         run__name="own",
-        sampling__max_tokens=16,
+        sampling__max_tokens=12,
+        rollout__prompts_per_step=2,
         task__directory=str(tmp_path),
         objective__kind="sapo:SAPO",
         objective__mask="token",
@@ -207,10 +159,9 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
 def test_run_with_an_objective_of_ones_own_holds_and_is_repeated_from_its_source_alone(
     own: Cluster, tmp_path: Path
 ) -> None:
-    report = audit(own.bus, own.topics, own.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
+    own.clean_report()
     source = hashlib.sha256((tmp_path / "sapo.py").read_bytes()).hexdigest()
-    for commit in commits_of(own):
+    for commit in own.facts(StepCommitted):
         assert commit.settings["objective.options.tau_good"] == 2.0
         assert commit.numerics["objective source"] == f"sapo:SAPO {source}"
         assert commit.metrics["grad_norm"] > 0

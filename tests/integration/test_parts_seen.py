@@ -11,17 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_pipe.audit.export import export_parquet
-from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.describe import TRACE, Description, describe
 from dora_pipe.observe.metrics.table import TRAINING
 from dora_pipe.observe.trackers.steps import track
 from dora_pipe.observe.waits import summarise, waits_of
 from dora_pipe.observe.web.view import RunSource
-from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.store.store import as_store
 from tests.support.cluster import Cluster, make_config
 from tests.support.stats_stage import stats_of
@@ -66,13 +64,6 @@ def described(cluster: Cluster, step: int) -> Description:
         return describe(view, source, str(step))
 
 
-def overlap_s(cluster: Cluster) -> float:
-    control = TopicPartition(cluster.topics.control, 0)
-    records = records_of(cluster.bus, {control: cluster.bus.end(control)})
-    facts = [decode_control(record.value) for record in records]
-    return sum(fact.overlap_s for fact in facts if isinstance(fact, StepCommitted))
-
-
 def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
         summary = summarise(cluster.bus, cluster.topics, catalogue)
@@ -81,7 +72,9 @@ def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     assert summary.early_s == early_s > 0
     assert 0 < summary.saved_s <= early_s
     share = early_s / (early_s + summary.training_s)
-    assert summary.overlap_s == pytest.approx(overlap_s(cluster))
+    assert summary.overlap_s == pytest.approx(
+        sum(commit.overlap_s for commit in cluster.facts(StepCommitted))
+    )
     ahead = replace(summary, overlap_s=2.0).ahead
     assert ahead.endswith("; 2.0 s more while a version was published")
     assert f"({share:.0%}) before the batch was complete" in summary.ahead

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
-from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.base import records_of
 from dora_pipe.consumers.contributions import stored_contributions
-from dora_pipe.core.pure.records import TopicPartition
-from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.control import StepCommitted
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 
 STEPS, PARTS = 3, 3
 WIDE_LOGITS = 20.0
-ONE: dict[str, Any] = {}
-EACH: dict[str, Any] = {
-    "trainer__minibatches": PARTS,
-    "objective__kind": "decoupled-ppo",
-    "objective__proximal": "recomputed",
-}
 
 
 def has_computed(cluster: Cluster, part: int) -> bool:
@@ -32,10 +22,8 @@ def has_computed(cluster: Cluster, part: int) -> bool:
     return bool(machine.phase == "idle" and parts is not None and parts.begun == part)
 
 
-@pytest.fixture(scope="module", params=[ONE, EACH], ids=["one update", "an update each"])
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("torch")
     config = make_config(
         run__steps=STEPS,
@@ -43,7 +31,9 @@ def cluster(
         trainer__batch_parts=PARTS,
         sampling__max_tokens=24,
         workers__max_num_seqs=4,
-        **request.param,
+        trainer__minibatches=PARTS,
+        objective__kind="decoupled-ppo",
+        objective__proximal="recomputed",
     )
     parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))
     with Cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
@@ -54,17 +44,8 @@ def cluster(
         yield running
 
 
-def commits(cluster: Cluster) -> list[StepCommitted]:
-    control = TopicPartition(cluster.topics.control, 0)
-    records = records_of(cluster.bus, {control: cluster.bus.end(control)})
-    facts = [decode_control(record.value) for record in records]
-    return [fact for fact in facts if isinstance(fact, StepCommitted)]
-
-
 def test_run_whose_trainer_was_killed_between_parts_holds(cluster: Cluster) -> None:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    assert report.steps == STEPS
+    assert cluster.clean_report().steps == STEPS
 
 
 def test_every_step_comes_out_bit_for_bit(cluster: Cluster) -> None:
@@ -73,12 +54,9 @@ def test_every_step_comes_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def test_contributions_tell_the_update_of_each_part(cluster: Cluster) -> None:
-    several = cluster.config.trainer.minibatches > 1
-    actual_commits = commits(cluster)
-    assert actual_commits[0].parts == (2, 2)
-    for commit in actual_commits:
-        assert commit.metrics["updates"] == (PARTS if several else 1)
-    rows = stored_contributions(cluster.store, actual_commits[0].contributions.sha256)
+    commits = cluster.facts(StepCommitted)
+    assert commits[0].parts == (2, 2)
+    assert {commit.metrics["updates"] for commit in commits} == {PARTS}
+    rows = stored_contributions(cluster.store, commits[0].contributions.sha256)
     updates = {row["group"]: row["minibatch"] for row in rows}
-    expected = [0, 0, 1, 1, 2, 2] if several else [0] * 6
-    assert [updates[group.group] for group in actual_commits[0].groups] == expected
+    assert [updates[group.group] for group in commits[0].groups] == [0, 0, 1, 1, 2, 2]

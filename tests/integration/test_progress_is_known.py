@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from dora_pipe.core.pure.machine import BUS_TURN_NS
-from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.core.pure.status_schedule import WHOLE_EVERY
 from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS
 from dora_pipe.schemas.control import Resume
@@ -113,18 +112,12 @@ def _fresh_progress(cluster: Cluster, name: str) -> dict[str, Resume]:
 
 
 def _placed_again(cluster: Cluster) -> dict[str, Resume | None]:
-    resumes: dict[str, Resume | None] = {}
-    reader = cluster.bus.reader({(decisions := _decisions(cluster)): 0})
-    while reader.position(decisions) < cluster.bus.end(decisions):
-        for record in reader.poll(timeout_s=0.0):
-            for decision in decode_round(record.value).decisions:
-                if isinstance(decision, Schedule):
-                    for request in decision.requests():
-                        if request.attempt == 2:
-                            resumes[request.trajectory] = request.resume
-    reader.close()
-    return resumes
-
-
-def _decisions(cluster: Cluster) -> TopicPartition:
-    return TopicPartition(cluster.topics.decisions, 0)
+    rounds = [decode_round(record.value) for record in cluster.records(cluster.topics.decisions)]
+    decisions = [decision for round_ in rounds for decision in round_.decisions]
+    return {
+        request.trajectory: request.resume
+        for decision in decisions
+        if isinstance(decision, Schedule)
+        for request in decision.requests()
+        if request.attempt == 2
+    }

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
-from dora_pipe.core.pure.records import Append, Record
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import (
     Command,
     LoggedEntry,
@@ -46,7 +45,7 @@ LIES = (
 
 
 def value_of(cluster: Cluster, kind: type) -> bytes:
-    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
+    records = cluster.records(cluster.topics.control)
     return next(
         record.value for record in records if isinstance(decode_control(record.value), kind)
     )
@@ -93,7 +92,7 @@ def in_control(cluster: Cluster) -> list[bytes]:
 
 def in_trajectories(cluster: Cluster) -> list[Append]:
     topic = cluster.topics.trajectories
-    real = next(iter(records_of(cluster.bus, ends_of(cluster.bus, topic))))
+    real = cluster.records(topic)[0]
     run = (("run", b"other"),)
     headers = tuple(header for header in real.headers if header[0] != "run")
     return [
@@ -112,10 +111,6 @@ def in_trajectories(cluster: Cluster) -> list[Append]:
             key=real.key,
         ),
     ]
-
-
-def everything(cluster: Cluster, topic: str) -> list[Record]:
-    return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
 
 
 @pytest.fixture
@@ -152,12 +147,12 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
         assert len(lines) == len(LIES), lines
         for line, lie in zip(sorted(lines), LIES, strict=True):
             assert lie in line
-        letters = everything(cluster, topics.dead_letters)
+        letters = cluster.records(topics.dead_letters)
         buried = [decode_dead_letter(letter.value, letter.headers) for letter in letters]
         for topic in (topics.control, topics.metrics, topics.trajectories):
             garbage = {
                 (record.partition, record.offset): record.value
-                for record in everything(cluster, topic)
+                for record in cluster.records(topic)
                 if record.value in GARBAGE
             }
             held = {
@@ -173,7 +168,7 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
 
 
 def newest_round(cluster: Cluster) -> Round:
-    return decode_round(everything(cluster, cluster.topics.decisions)[-1].value)
+    return decode_round(cluster.records(cluster.topics.decisions)[-1].value)
 
 
 def stop(cluster: Cluster, *, ordinal: int, incarnation: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,10 @@ import pytest
 from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import StepResult, raise_if_diverged
 from dora_pipe.analysis.retrain import retrain
-from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
-from dora_pipe.bus.base import ends_of, records_of
+from dora_pipe.audit.replay_trajectory import generate_again
 from dora_pipe.core.errors import ReplayDiverged
-from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.store.model_dir import weights_digest
 from tests.support.cluster import Cluster, TorchParts, make_config
@@ -26,7 +22,7 @@ from tests.support.ledgers import build_ledger
 from tests.support.models import make_qwen2
 from tests.support.recorded_run import progress_is_known
 
-STEPS = 3
+STEPS = 4
 WIDE_LOGITS = 20.0
 """Random weights give nearly equal logits; these make the choice of a token matter."""
 
@@ -41,6 +37,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         sampling__max_tokens=48,
         sampling__top_p=0.95,
         rollout__prompts_per_step=3,
+        objective__kl_coef=0.1,
+        objective__reference_every=2,
+        trainer__schedule="cosine",
+        trainer__warmup_steps=2,
         timing__lease_s=0.5,
     )
     with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as running:
@@ -60,15 +60,22 @@ def _replay(cluster: Cluster, first: int, last: int, **changed: float) -> list[S
 
 
 def test_run_with_torch_holds(cluster: Cluster) -> None:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
-    assert report.steps == STEPS
+    assert cluster.clean_report().steps == STEPS
+
+
+def test_commits_follow_a_schedule_and_a_moving_reference(cluster: Cluster) -> None:
+    commits = cluster.facts(StepCommitted)
+    assert [commit.settings["trainer.reference"] for commit in commits] == [0, 0, 2, 2]
+    rates = [float(commit.settings["trainer.learning_rate"]) for commit in commits]
+    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    kls = [commit.metrics["kl"] for commit in commits]
+    assert kls[2] == 0.0 < min(kls[1], kls[3])
 
 
 def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
     lines = _replay(cluster, 0, STEPS)
     assert [line.replayed.step for line in lines] == list(range(STEPS))
-    assert all(line.replayed.equal for line in lines)
+    assert all(line.equal for line in lines)
     assert len({line.replayed.digest_replayed for line in lines}) == STEPS
 
 
@@ -81,12 +88,6 @@ def test_another_digit_of_the_learning_rate_is_named_with_step_and_tensor(cluste
 
 def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     ledger = build_ledger(cluster.bus, cluster.topics)
-    stop_ids = cluster.parts.stop_ids(cluster.assets)
-    config = cluster.config
-    params: dict[str, SamplingParams] = {
-        "train": sampling_params(config.sampling, stop_ids),
-        "eval": sampling_params(config.eval_sampling(), stop_ids),
-    }
     moved = [
         entry.trajectory
         for group in ledger.accounts.groups.values()
@@ -94,18 +95,15 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
         if any(attempt.resumed for attempt in entry.attempts)
     ]
     assert moved
-    engine = cluster.parts.engine(cluster.assets, config, cluster.clock)
-    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
-    with closing(read_catalogue(bus, topics)) as tables:
-        expected = sorted({*pick(tables, 20, 5), *moved})
-        results = list(regenerate(bus, topics, store, tables, engine, expected, params))
+    results = cluster.regenerated(20)
     assert [result for result in results if not result.equal] == []
-    assert {result.trajectory for result in results} == set(expected)
-    assert any(result.prefills > 1 for result in results)
+    assert len(results) == 20
+    resumed = cluster.regenerated(moved)
+    assert all(result.equal and result.prefills > 1 for result in resumed), resumed
 
 
 def test_calls_of_an_agent_come_out_bit_for_bit_behind_what_they_saw(cluster: Cluster) -> None:
-    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.trajectories))
+    records = cluster.records(cluster.topics.trajectories)
     recorded = (decode_trajectory(record.value) for record in records)
     params = sampling_params(cluster.config.sampling, cluster.parts.stop_ids(cluster.assets))
     weights = cluster.store.weights_path(cluster.run_started.policy.digest)

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.ledger.history import Moment
-from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.process.recovery import read_rounds
-from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Migrate, Schedule
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Schedule
 from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.ledgers import build_ledger
 
@@ -44,27 +41,9 @@ def decisions(cluster: Cluster) -> list[AnyDecision]:
 
 
 def test_audit_is_clean_and_plans_can_be_made_again(cluster: Cluster) -> None:
-    report = audit(cluster.bus, cluster.topics, cluster.store.root)
-    assert report.holds, [violation.line for violation in report.violations]
+    report = cluster.clean_report()
     assert report.steps == STEPS
     assert report.several_versions_seconds > 0
-
-
-def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: Cluster) -> None:
-    most = beside = 0
-    state = State()
-    for read in read_rounds(cluster.bus, cluster.topics):
-        fold_round(state, read.round, read.folded())
-        for name, residence in state.residents.items():
-            most = max(most, len(residence.held))
-            here = state.workers[name].requests
-            beside = max(
-                beside,
-                len({state.groups[state.requests[entry].group].spec.version for entry in here}),
-            )
-    assert 2 <= most <= 3
-    assert beside >= 2
-    assert not [decision for decision in decisions(cluster) if isinstance(decision, Migrate)]
 
 
 def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:

@@ -13,9 +13,7 @@ from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ReplayDiverged, UsageError
-from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import VersionsDropped
-from dora_pipe.schemas.wire import encode
 from dora_pipe.store.names import digest_in
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.stores import Writer
@@ -174,9 +172,7 @@ def test_run_that_is_not_finished_is_pruned_only_if_it_is_said_to_be_stopped(
 def test_record_that_drops_what_is_in_use_is_rejected_by_the_run(tmp_path: Path) -> None:
     with Cluster(tmp_path, make_config(run__steps=4), on_disk=False) as cluster:
         cluster.until(lambda: cluster.version >= 1)
-        record = VersionsDropped(at_ns=0, user="u", versions=(cluster.version,))
-        append = Append(topic=cluster.topics.control, value=encode(record))
-        cluster.bus.writer().append([append])
+        cluster.tell(VersionsDropped(at_ns=0, user="u", versions=(cluster.version,)))
         machine = cluster.roles[ORCHESTRATOR].machine
         cluster.until(lambda: machine.state.counters.rejected == 1)
         assert "is in use" in machine.state.counters.rejection

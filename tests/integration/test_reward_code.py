@@ -86,7 +86,10 @@ def test_a_right_program_passes(text: str, tests: Any) -> None:
 def test_a_wrong_program_does_not(text: str, tests: Any, passed: float) -> None:
     options = {"cpu_s": 1, "wall_s": 4.0}
     assert score(text, tests, share=True, **options).value == pytest.approx(passed)
-    assert score(text, tests, **options).value == 0.0
+
+
+def test_a_program_that_passes_some_tests_passes_none_unless_shares_count() -> None:
+    assert score("def add(a, b): return a - b", ASSERTS).value == 0.0
 
 
 HOSTILE = {

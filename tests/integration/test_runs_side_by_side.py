@@ -6,18 +6,16 @@ What one writes into the other's topics by mistake becomes a dead letter or coun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus
-from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.pure.records import Append, Record
-from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.core.pure.records import Append
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.headers import parse_headers
 from tests.support.cluster import ORCHESTRATOR, TICKS_MAX, BriskBus, Cluster, Ears, make_config
@@ -27,10 +25,10 @@ STEPS = 4
 
 @dataclass
 class Beside(Cluster):
-    log: MemoryLog | Path = field(default_factory=MemoryLog)
+    log: Path = Path("log.sqlite")
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
-        bus = SqliteBus(self.log) if isinstance(self.log, Path) else MemoryBus(self.log)
+        bus = SqliteBus(self.log)
         self._buses.append(bus)
         return BriskBus(bus, ears or Ears())
 
@@ -38,15 +36,14 @@ class Beside(Cluster):
 Pair = tuple[Beside, Beside]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    log = MemoryLog() if request.param == "memory" else tmp_path / "log.sqlite"
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
     clusters = [
         Beside(
             tmp_path / name,
             make_config(run__name=name, run__steps=STEPS, run__seed=seed),
             workers=("w0", "w1"),
-            log=log,
+            log=tmp_path / "log.sqlite",
         )
         for name, seed in (("a", 1), ("a-control", 2))
     ]
@@ -78,24 +75,18 @@ def got(cluster: Beside, step: int) -> bool:
     return ORCHESTRATOR not in cluster.roles or cluster.version >= step
 
 
-def records(cluster: Beside, topic: str) -> list[Record]:
-    return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
-
-
 def steps(cluster: Beside) -> list[int]:
-    controls = (decode_control(record.value) for record in records(cluster, cluster.topics.control))
-    return [event.step for event in controls if isinstance(event, StepCommitted)]
+    return [commit.step for commit in cluster.facts(StepCommitted)]
 
 
 def runs_of_trajectories(cluster: Beside) -> set[str]:
     return {
-        parse_headers(record.headers).run
-        for record in records(cluster, cluster.topics.trajectories)
+        parse_headers(record.headers).run for record in cluster.records(cluster.topics.trajectories)
     }
 
 
 def copy(source: Beside, target: Beside, kind: str) -> int:
-    actual_records = records(source, getattr(source.topics, kind))
+    actual_records = source.records(getattr(source.topics, kind))
     topic = getattr(target.topics, kind)
     partitions = target.bus.partitions(topic)
     writer = target.bus.writer()
@@ -120,10 +111,8 @@ def test_two_runs_in_one_log_end_proved_and_apart(pair: Pair) -> None:
     for side in pair:
         assert steps(side) == list(range(STEPS))
         assert runs_of_trajectories(side) == {side.config.run.name}
-        assert records(side, side.topics.dead_letters) == []
-        report = audit(side.bus, side.topics, side.store.root)
-        assert report.holds, [violation.line for violation in report.violations]
-        assert report.finished
+        assert side.records(side.topics.dead_letters) == []
+        assert side.clean_report().finished
 
 
 def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pair: Pair) -> None:
@@ -134,13 +123,13 @@ def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pai
     play(pair)
     letters = [
         decode_dead_letter(record.value, record.headers)
-        for record in records(a, a.topics.dead_letters)
+        for record in a.records(a.topics.dead_letters)
     ]
     assert 0 < len(letters) <= strangers
     assert {letter.reason for letter in letters} == {"a record of run a-control (at $.headers.run)"}
     assert {letter.topic for letter in letters} == {a.topics.trajectories}
     assert steps(a) == steps(other) == list(range(STEPS))
-    assert records(other, other.topics.dead_letters) == []
+    assert other.records(other.topics.dead_letters) == []
     assert audit(other.bus, other.topics, other.store.root).holds
     named = [violation.line for violation in audit(a.bus, a.topics, a.store.root).violations]
     assert all("is of another run" in line for line in named)

@@ -67,8 +67,6 @@ def seed_digest(seed: int) -> str:
 
 def test_equal_seeds_give_equal_logs_in_every_process() -> None:
     here = seed_digest(5)
-    assert seed_digest(5) == here
-    assert seed_digest(15) != here
     forked = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         check=True,

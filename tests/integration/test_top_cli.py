@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun
 
 LIMIT_S = 60.0
@@ -107,9 +108,15 @@ def open_run(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
     return result
 
 
-@pytest.mark.parametrize(("columns", "rows"), SIZES)
-def test_frame_fits_the_terminal(recorded: RecordedRun, columns: int, rows: int) -> None:
-    shown = in_terminal(["top", recorded.directory, "--once"], columns=columns, rows=rows)
+@pytest.fixture(scope="module", params=SIZES)
+def frame(request: pytest.FixtureRequest, recorded: RecordedRun) -> tuple[Shown, int, int]:
+    columns, rows = request.param
+    words = ["top", recorded.directory, "--once"]
+    return in_terminal(words, columns=columns, rows=rows), columns, rows
+
+
+def test_frame_fits_the_terminal(frame: tuple[Shown, int, int]) -> None:
+    shown, columns, rows = frame
     assert shown.code == 0, shown.text
     lines = shown.rows
     assert len(lines) <= rows
@@ -121,10 +128,13 @@ def test_frame_fits_the_terminal(recorded: RecordedRun, columns: int, rows: int)
     assert "reward" in full and "tok" in full
 
 
-def test_nothing_is_coloured_where_no_colour_is_wanted(recorded: RecordedRun) -> None:
+@pytest.mark.parametrize("frame", SIZES[:1], indirect=True)
+def test_nothing_is_coloured_where_no_colour_is_wanted(
+    recorded: RecordedRun, frame: tuple[Shown, int, int]
+) -> None:
     words = ["top", recorded.directory, "--once"]
-    coloured = in_terminal(words, columns=80, rows=24)
-    plain = in_terminal(words, columns=80, rows=24, env=environment(NO_COLOR="1"))
+    coloured, columns, rows = frame
+    plain = in_terminal(words, columns=columns, rows=rows, env=environment(NO_COLOR="1"))
     assert COLOUR.search(coloured.text)
     assert not COLOUR.search(plain.text)
     assert plain.rows == coloured.rows
@@ -163,14 +173,7 @@ def test_run_that_goes_on_has_a_screen_of_its_own_until_ctrl_c(open_run: Recorde
     assert "Traceback" not in shown.text[remaining:]
 
 
-def test_interval_that_would_burn_a_core_is_refused(recorded: RecordedRun) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OUT, "top", str(recorded.directory), "--every", "0"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Invalid value for '--every'" in done.stderr
+def test_interval_that_would_burn_a_core_is_refused(recorded: RecordedRun, call: Call) -> None:
+    code, _, err = call("top", recorded.directory, "--every", "0")
+    assert code == 2
+    assert "Invalid value for '--every'" in err

@@ -108,6 +108,7 @@ def test_a_run_is_proved_without_its_statuses_as_with_them(
     assert call("replay", recorded.directory, "--from", 0, "--to", STEPS)[0] == 0
 
 
+@pytest.mark.parametrize("trim", [all_gone], indirect=True)
 @pytest.mark.parametrize("command", PICTURES, ids=lambda command: "-".join(map(str, command)))
 def test_every_picture_is_drawn_of_what_is_left(
     call: Call,

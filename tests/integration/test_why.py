@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.why import RoleAnswer, WhyAnswer, why_at, why_now
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
-from dora_pipe.schemas.wire import encode
 from tests.support.cluster import TICK_NS, Cluster, make_config
 from tests.support.inline_tasks import InlineTasks
 
@@ -116,8 +114,7 @@ def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> 
 
 def test_pause_is_named_with_its_user(cluster: Cluster) -> None:
     cluster.until(lambda: cluster.version == 1)
-    pause = Command(at_ns=0, verb="pause", args={}, user="u")
-    cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(pause))])
+    cluster.tell(Command(at_ns=0, verb="pause", args={}, user="u"))
     state = cluster.roles["orchestrator"].machine.state
     cluster.until(lambda: state.paused and not state.groups)
     cluster.ticks(SECOND_TICKS)

@@ -12,18 +12,22 @@ and restarted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
 from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import SourceRun, StepResult, replay_steps
-from dora_pipe.bus.base import BusWrapper, ReaderWrapper
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper, ends_of, records_of
 from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
@@ -37,8 +41,9 @@ from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.machine import StopAsked
-from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.core.system.clock import Clock
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.simulated import (
@@ -57,10 +62,12 @@ from dora_pipe.producers.worker.ports import (
     TextCodec,
     WorkerPorts,
 )
-from dora_pipe.schemas.control import DataSet
+from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.control import AnyControl, DataSet, decode_control
 from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.parts import (
     Numbers,
     PlainParts,
@@ -79,8 +86,11 @@ from dora_pipe.store.store import PolicyStore
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
+T = TypeVar("T")
 TICK_NS = 5_000_000
 TICKS_MAX = 60_000
+SEED = 5
+"""Of the choice of random trajectories."""
 
 
 def make_config(**changes: Any) -> Config:
@@ -372,6 +382,37 @@ class Cluster:
 
     def run(self) -> None:
         self.until(lambda: not self.roles)
+
+    def tell(self, fact: AnyControl) -> None:
+        """Append a control record, as a user would."""
+        append = Append(topic=self.topics.control, value=encode(fact))
+        self.bus.writer().append([append])
+
+    def records(self, topic: str) -> list[Record]:
+        return list(records_of(self.bus, ends_of(self.bus, topic)))
+
+    def facts(self, kind: type[T]) -> list[T]:
+        facts = [decode_control(record.value) for record in self.records(self.topics.control)]
+        return [fact for fact in facts if isinstance(fact, kind)]
+
+    def clean_report(self) -> AuditReport:
+        """Return the audit of log and store, which must hold."""
+        report = audit(self.bus, self.topics, self.store.root)
+        assert report.holds, [violation.line for violation in report.violations[:8]]
+        return report
+
+    def regenerated(
+        self, names: Sequence[str] | int, engine: Engine | None = None
+    ) -> list[Regenerated]:
+        """Regenerate trajectories, or that many random ones."""
+        stop_ids = self.parts.stop_ids(self.assets)
+        settings = {"train": self.config.sampling, "eval": self.config.eval_sampling()}
+        params = {name: sampling_params(setting, stop_ids) for name, setting in settings.items()}
+        engine = engine or self.parts.engine(self.assets, self.config, self.clock)
+        with closing(read_catalogue(self.bus, self.topics)) as tables:
+            chosen = pick(tables, names, SEED) if isinstance(names, int) else names
+            log = (self.bus, self.topics, self.store.root, tables)
+            return list(regenerate(*log, engine, chosen, params))
 
     @property
     def version(self) -> int:

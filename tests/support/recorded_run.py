@@ -17,14 +17,12 @@ from pathlib import Path
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.bus.base import records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.load import dump_toml
-from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.pure.records import Append
 from dora_pipe.ledger.reading import FILE
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TICK_NS, TRAINER, Cluster, make_config
 
 STEPS = 14
@@ -77,8 +75,8 @@ def _events(cluster: Cluster) -> None:
     cluster.until(lambda: cluster.version >= 5)
     _let_a_worker_sleep_beyond_its_lease(cluster)
     _append_a_trajectory_again(cluster)
-    set_ = Command(at_ns=0, user="u", verb="set", args={"trainer.learning_rate": 2e-5})
-    cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(set_))])
+    changes = {"trainer.learning_rate": 2e-5}
+    cluster.tell(Command(at_ns=0, user="u", verb="set", args=changes))
 
 
 def _kill_worker_in_the_middle(cluster: Cluster) -> None:
@@ -111,8 +109,7 @@ def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
 
 def _append_a_trajectory_again(cluster: Cluster) -> None:
     topic = cluster.topics.trajectories
-    partition = TopicPartition(topic, 0)
-    first = records_of(cluster.bus, {partition: cluster.bus.end(partition)})
+    first = [record for record in cluster.records(topic) if record.partition == 0]
     twice = next(record for record in first if dict(record.headers)["worker"] == b"w2")
     again = Append(
         topic=topic, partition=0, key=twice.key, value=twice.value, headers=twice.headers

@@ -33,10 +33,11 @@ from tests.support import models
 from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, Subject, assert_all_alike, request, requests, run
+from tests.support.tiers import more
 from tests.support.torch_engines import logprob_distance, make
 from tests.support.vllm_servers import need_vllm, server_opener
 
-KINDS = ["simulated", "qwen2", "llama_gqa", "vllm"]
+KINDS = ["simulated", "llama_gqa", *more(["qwen2"]), "vllm"]
 TOLERANCE = MODEL_DISTANCE[LORA_DTYPE]
 DIFFERENT = {"float32": 100, "bfloat16": 2}[LORA_DTYPE] * TOLERANCE
 

@@ -17,6 +17,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import device
 from tests.support.engine_contract import request
 from tests.support.engine_routes import routed_run, same_experts
+from tests.support.tiers import more
 from tests.support.torch_engines import make
 from tests.support.vllm_servers import go, held, need_vllm, open_shared, running_server
 
@@ -34,7 +35,7 @@ def opened(directory: Path, *, routes: bool = True) -> TorchEngine:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3", "vllm"]
+    scope="module", params=["qwen3_moe", "deepseek_v3", *more(["grouped", "deepseek_v2"]), "vllm"]
 )
 def mixture(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

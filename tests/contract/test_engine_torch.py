@@ -42,8 +42,13 @@ LOGPROB_TOLERANCE = 1e-4
 PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, PARTIAL_ROLLOUT, SLEEP}
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama_gqa", tmp_path_factory.mktemp("llama_gqa"))
+
+
 @pytest.fixture(scope="module", params=["qwen2", "llama_gqa"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -51,20 +56,20 @@ def open_engine(directory: Path, *, slots: int = 8, context_tokens: int = 512) -
     return TorchEngine.open(directory, slots=slots, context_tokens=context_tokens, threads=1)
 
 
-def test_one_thread_keeps_every_promise(directory: Path) -> None:
-    assert open_engine(directory).declares == PROMISES
+def test_one_thread_keeps_every_promise(family: Path) -> None:
+    assert open_engine(family).declares == PROMISES
 
 
-def test_logprobs_are_those_of_transformers(directory: Path) -> None:
+def test_logprobs_are_those_of_transformers(family: Path) -> None:
     chance = np.random.default_rng(5)
     prompts = {
         f"r{length}": chance.integers(0, 90, length).tolist() for length in (1, 5, 33, 64, 150)
     }
-    engine = open_engine(directory)
+    engine = open_engine(family)
     requests = [request(name, prompt, max_tokens=80) for name, prompt in prompts.items()]
     results = run(engine, requests)
     for name, prompt in prompts.items():
-        assert logprob_distance(directory, prompt, results[name]) < LOGPROB_TOLERANCE
+        assert logprob_distance(family, prompt, results[name]) < LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama_gqa", "glm4_moe", "deepseek_v3"])
@@ -107,10 +112,10 @@ def test_load_that_breaks_in_the_middle_leaves_an_engine_that_takes_no_request(
     engine.add(request("r", [5]))
 
 
-def test_greedy_tokens_are_those_of_transformers(directory: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(family: Path) -> None:
     prompt = [5, 17, 40, 8, 8]
-    result = run(open_engine(directory), [request("r", prompt, temperature=0.0, max_tokens=70)])
-    assert result["r"].tokens == greedy_tokens(directory, prompt, 70)
+    result = run(open_engine(family), [request("r", prompt, temperature=0.0, max_tokens=70)])
+    assert result["r"].tokens == greedy_tokens(family, prompt, 70)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

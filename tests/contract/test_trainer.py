@@ -116,8 +116,8 @@ BFLOAT16 = {
 }
 
 
-FAST = ("qwen2", "qwen3-moe", "llama-gqa-published-in-bfloat16", "llama-gqa-lora", "simulated")
-SLOW = ("llama-gqa", "glm4-moe", "qwen3-moe-published-in-bfloat16")
+FAST = ("qwen2", "qwen3-moe", "llama-gqa-published-in-bfloat16", "simulated")
+SLOW = ("llama-gqa", "llama-gqa-lora", "glm4-moe", "qwen3-moe-published-in-bfloat16")
 
 
 @pytest.fixture(

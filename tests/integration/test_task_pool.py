@@ -41,16 +41,21 @@ def folder(tmp_path: Path) -> Path:
     return write_module(tmp_path)
 
 
-@pytest.fixture
-def pool(folder: Path) -> Iterator[TaskPool]:
-    with TaskPool(task(folder)) as opened:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_module(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture(scope="module")
+def pool(shared: Path) -> Iterator[TaskPool]:
+    with TaskPool(task(shared)) as opened:
         opened.wait()
         yield opened
 
 
-@pytest.fixture
-def episodes(folder: Path) -> Iterator[TaskPool]:
-    with TaskPool(task(folder, episodes=True)) as opened:
+@pytest.fixture(scope="module")
+def episodes(shared: Path) -> Iterator[TaskPool]:
+    with TaskPool(task(shared, episodes=True)) as opened:
         opened.wait()
         yield opened
 

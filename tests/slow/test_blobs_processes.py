@@ -1,4 +1,4 @@
-"""`dora-pipe run` with records above what its topics take, processes and all: SQLite and Kafka."""
+"""`dora-pipe run` with records above what its topics take, processes and all, on Kafka."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.kafka_broker import KafkaBroker
 from tests.support.user_run import answer, assert_clean, call, furnish, steps
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 STEPS = 3
 RUN = "blobs"
@@ -80,11 +80,6 @@ def prove(path: Path) -> int:
     return len(names)
 
 
-def test_run_on_sqlite_with_records_above_the_limit_is_proved(tmp_path: Path) -> None:
-    assert prove(furnished(tmp_path, "")) > 0
-
-
-@pytest.mark.kafka
 def test_run_on_a_broker_with_records_above_the_limit_is_proved(
     tmp_path: Path, kafka_broker: KafkaBroker
 ) -> None:

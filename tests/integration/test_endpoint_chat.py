@@ -38,8 +38,21 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hi(assets: Path) -> Iterator[Stage]:
+def shared(assets: Path) -> Iterator[Stage]:
     with stage(assets, says(assets, "hi<|im_end|>")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def hi(shared: Stage, assets: Path) -> Stage:
+    shared.answer = says(assets, "hi<|im_end|>")
+    shared.calls.clear()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def refusing(assets: Path) -> Iterator[Stage]:
+    with stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as opened:
         yield opened
 
 
@@ -120,29 +133,30 @@ def test_every_key_is_obeyed_recorded_or_refused(assets: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["guided_json", "logit_bias", "no_such_key", "response_format"])
-def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: str) -> None:
+def test_a_key_that_is_not_the_runs_is_refused_by_its_name(refusing: Stage, key: str) -> None:
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as opened,
-        client_of(opened.open("g-0/0")) as client,
+        client_of(refusing.open(f"g-1/{key}")) as client,
         pytest.raises(openai.BadRequestError, match=key),
     ):
         create(client, extra_body={key: {"type": "object"}})
 
 
-def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
-    with (
-        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as opened,
-        client_of(opened.open("g-0/0")) as client,
-    ):
+def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(
+    refusing: Stage,
+) -> None:
+    with client_of(refusing.open("g-1/0")) as client:
         create(client, temperature=1.0, stop="END")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             create(client, temperature=0.5)
-        assert len(opened.calls) == 1
+        assert len(refusing.calls) == 1
 
 
-def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(assets: Path) -> None:
+def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(
+    hi: Stage, assets: Path
+) -> None:
     turns = {0: CALL.replace(": 1", ":  1"), 1: "three<|im_end|>"}
-    with stage(assets, says(assets, turns)) as opened, client_of(opened.open("g-0/0")) as client:
+    hi.answer = says(assets, turns)
+    with client_of(hi.open("g-0/10")) as client:
         answer = create(client, tools=[ADD]).choices[0]
         assert answer.finish_reason == "tool_calls"
         call = answer.message.tool_calls[0]
@@ -150,7 +164,7 @@ def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(asset
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
         last = create(client, [*HELLO, answer.message, result], tools=[ADD])
     assert last.choices[0].message.content == "three"
-    first, second = opened.calls
+    first, second = hi.calls
     sampled = Tokenizer(assets, special_tokens="parse").ids(turns[0])
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     behind = second.token_ids[len(first.token_ids) :]
@@ -161,34 +175,33 @@ def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(asset
 
 
 def test_calls_of_tools_have_ids_of_their_own_in_all_conversations_of_a_session(
-    assets: Path,
+    hi: Stage, assets: Path
 ) -> None:
     def ids(session: str) -> list[str]:
-        with client_of(opened.open(session)) as client:
+        with client_of(hi.open(session)) as client:
             other = [{"role": "user", "content": "anew"}]
             asked = [create(client, turn, tools=[ADD]) for turn in (HELLO, other, HELLO)]
             asked.append(create(client, tools=[ADD], n=2))
         messages = [choice.message for answer in asked for choice in answer.choices]
         return [call.id for message in messages for call in message.tool_calls]
 
-    twice = CALL.replace("<|im_end|>", "\n" + CALL)
-    with stage(assets, says(assets, twice)) as opened:
-        actual_ids, again = ids("g-11/0"), ids("g-11/1")
+    hi.answer = says(assets, CALL.replace("<|im_end|>", "\n" + CALL))
+    actual_ids, again = ids("g-11/0"), ids("g-11/1")
     assert len(actual_ids) == len(set(actual_ids)) == 10
     assert all(re.fullmatch("[a-z0-9]{9}", name) for name in actual_ids)  # Mistral wants nine
     assert actual_ids == again  # an agent that is started again asks with the same ids
 
 
-def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(assets: Path) -> None:
-    with (
-        stage(assets, says(assets, "one STOP two<|im_end|>")) as opened,
-        client_of(opened.open("g-0/0")) as client,
-    ):
+def test_a_text_ends_before_the_callers_stop_and_what_was_sampled_stays(
+    hi: Stage, assets: Path
+) -> None:
+    hi.answer = says(assets, "one STOP two<|im_end|>")
+    with client_of(hi.open("g-0/12")) as client:
         answer = create(client, stop="STOP")
         assert answer.choices[0].message.content == "one "
         message = answer.choices[0].message
         create(client, [*HELLO, message, {"role": "user", "content": "go on"}])
-    assert "one STOP two<|im_end|>" in Tokenizer(assets).full_text(opened.calls[1].token_ids)
+    assert "one STOP two<|im_end|>" in Tokenizer(assets).full_text(hi.calls[1].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +246,7 @@ def test_what_is_not_offered_is_refused_by_its_name(
     assert len(hi.calls) == asked
 
 
-def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) -> None:
+def test_what_the_worker_refuses_is_said_with_its_status_and_code(hi: Stage) -> None:
     def refuse(asked: CallAsked) -> RefuseCall:
         return RefuseCall(
             request=asked.request,
@@ -243,11 +256,12 @@ def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) 
             message="64 calls were made: no more is sampled",
         )
 
-    with stage(assets, refuse) as opened, client_of(opened.open("g-0/0")) as client:
+    hi.answer = refuse
+    with client_of(hi.open("g-0/13")) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             create(client.with_options(max_retries=2))
         assert caught.value.code == "max_turns"
-        assert len(opened.calls) == 1, "what is refused for good is not asked again"
+        assert len(hi.calls) == 1, "what is refused for good is not asked again"
 
 
 def test_keys_and_sessions(hi: Stage) -> None:
@@ -277,12 +291,11 @@ def test_what_an_earlier_attempt_asks_is_no_call_of_the_present_one(hi: Stage) -
     assert [call.caller for call in hi.calls if call.request in requests] == ["present"]
 
 
-def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
-    with stage(assets, lambda asked: None) as opened:
-        address = opened.open("g-0/0")
-        timer = threading.Timer(0.5, opened.end, ["g-0/0"])
-        timer.start()
-        with client_of(address) as client, pytest.raises(openai.APIStatusError) as caught:
-            create(client)
-        timer.join()
+def test_calls_that_wait_hear_of_the_end_of_their_session(hi: Stage) -> None:
+    def end(asked: CallAsked) -> None:
+        threading.Thread(target=hi.end, args=["g-0/14"]).start()
+
+    hi.answer = end
+    with client_of(hi.open("g-0/14")) as client, pytest.raises(openai.APIStatusError) as caught:
+        create(client)
     assert caught.value.status_code == 410

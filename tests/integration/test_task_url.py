@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,31 @@ from tests.support.task_server import TOKEN, Server
 from tests.support.tidy import ROOT
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     return write_module(tmp_path)
 
 
-@pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    opened = Server(folder)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    opened = Server(write_module(tmp_path_factory.mktemp("server")))
     yield opened
-    if opened.process.returncode is None:
-        opened.end(signal.SIGKILL)
+    opened.end(signal.SIGKILL)
+
+
+@contextmanager
+def closed_ports(count: int) -> Iterator[list[int]]:
+    """Ports that nobody else gets, and that refuse connections."""
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for entry in bound:
+            entry.bind(("127.0.0.1", 0))
+        yield [entry.getsockname()[1] for entry in bound]
 
 
 def task(*urls: str, **keys: Any) -> model.Task:
@@ -63,8 +77,9 @@ def check_played(pool: TaskPool, name: str) -> None:
 
 
 def test_episodes_are_played_at_a_server_and_its_processes_end_with_the_pool(
-    server: Server,
+    folder: Path,
 ) -> None:
+    server = Server(folder)
     with TaskPool(task(server.url, processes=2)) as pool:
         assert pool.wait().train_rows == 8
         for name in "abc":
@@ -102,24 +117,22 @@ def test_server_that_is_killed_is_reached_again_when_it_is_back(folder: Path) ->
         assert second.end() == 0
 
 
-def test_of_several_servers_the_one_that_is_there_is_played_at(
-    folder: Path, server: Server
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = taken.getsockname()[1]
-    with TaskPool(task(f"tcp://127.0.0.1:{closed}", server.url, processes=2)) as pool:
+def test_of_several_servers_the_one_that_is_there_is_played_at(server: Server) -> None:
+    with (
+        closed_ports(1) as (closed,),
+        TaskPool(task(f"tcp://127.0.0.1:{closed}", server.url, processes=2)) as pool,
+    ):
         for name in "abcd":
             check_played(pool, name)
         assert pool.deaths >= 1
 
 
 def test_server_that_nobody_reaches_ends_the_pool_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = taken.getsockname()[1]
     with (
+        closed_ports(1) as (closed,),
         TaskPool(task(f"tcp://127.0.0.1:{closed}")) as pool,
         pytest.raises(TaskError, match=f"{closed} ended"),
     ):
@@ -127,12 +140,13 @@ def test_server_that_nobody_reaches_ends_the_pool_in_one_line(
 
 
 def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "UNREACHED_MAX", 2)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("", 0)) as two:
-        closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (server, two)]
-    with TaskPool(task(*closed)) as pool:
+    with (
+        closed_ports(2) as closed,
+        TaskPool(task(*(f"tcp://127.0.0.1:{port}" for port in closed))) as pool,
+    ):
         with pytest.raises(TaskError, match="task server connections ended"):
             pool.wait()
         assert pool.deaths == 4

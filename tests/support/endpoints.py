@@ -31,7 +31,7 @@ def source_setup(*, chat: bool = True, **task: Any) -> SourceSetup:
 
 
 class Stage:
-    """`SessionPort` driven by a thread; a function answers calls.
+    """`SessionPort` driven by a thread; `answer` answers calls and may be replaced.
 
     Example: ``with stage(assets, lambda asked: answer(asked, ids)) as one: one.open("g-0/0")``.
     """
@@ -40,7 +40,7 @@ class Stage:
         self.port = port
         self.calls: list[CallAsked] = []
         self.events: list[Any] = []
-        self._answer = answer
+        self.answer = answer
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -70,7 +70,7 @@ class Stage:
                     self.events.append(event)
                     if isinstance(event, CallAsked):
                         self.calls.append(event)
-                        answer = self._answer(event)
+                        answer = self.answer(event)
                         if answer is not None:
                             self.port.start(answer)
             time.sleep(0.001)

@@ -51,7 +51,7 @@ def cluster(
         trainer__batch_parts=2,
         trainer__minibatches=2,
         trainer__checkpoint_every=2,
-        trainer__learning_rate=1e-4,
+        trainer__learning_rate=1e-2,
         trainer__packing=True,
         trainer__gradient_checkpointing=True,
         evaluation__every=0,
@@ -92,7 +92,7 @@ def test_steps_come_out_bit_for_bit_from(cluster: Cluster, first: int) -> None:
 
 
 def test_a_changed_step_is_measured_by_the_numbers_not_by_their_bytes(cluster: Cluster) -> None:
-    source, change = cluster.source, Change(settings={"trainer.learning_rate": 2e-4})
+    source, change = cluster.source, Change(settings={"trainer.learning_rate": 2e-2})
     (line,) = replay_steps(source, range(1), change)
     distances = distances_of(source, line.replayed)
     assert distances

@@ -41,9 +41,9 @@ LEFT_TO_AUDIT = {
 }
 """Fields that only plans made again give away."""
 
-DAMAGING = list(dict.fromkeys(one for one, _, _ in DAMAGES))
+DAMAGING = list(dict.fromkeys(damaging for damaging, _, _ in DAMAGES))
 EVERY = 8
-"""One of so many damages and rules is broken in the fast tier."""
+"""The fast tier breaks each eighth of the damages and rules."""
 
 
 @pytest.fixture(scope="module")

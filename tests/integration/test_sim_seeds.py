@@ -186,9 +186,9 @@ def count_of(drawn: Iterable[Scenario], has: Callable[[Scenario], bool]) -> int:
 
 def test_most_seeds_are_short_and_features_come_to_their_shares() -> None:
     drawn = [draw(seed) for seed in range(400)]
-    assert 320 <= count_of(drawn, lambda one: one.config.run.steps <= SHORT_STEPS[1]) <= 390
-    assert 40 <= count_of(drawn, lambda one: any(own.colocated for own in one.workers)) <= 120
-    assert 60 <= count_of(drawn, lambda one: any(own.versions > 1 for own in one.workers)) <= 140
+    assert 320 <= count_of(drawn, lambda play: play.config.run.steps <= SHORT_STEPS[1]) <= 390
+    assert 40 <= count_of(drawn, lambda play: any(own.colocated for own in play.workers)) <= 120
+    assert 60 <= count_of(drawn, lambda play: any(own.versions > 1 for own in play.workers)) <= 140
     assert 60 <= count_of(drawn, has_agents) <= 140
     patched = [scenario for scenario in drawn if full_every(scenario.config, "float32") > 1]
     assert 80 < len(patched) < 120

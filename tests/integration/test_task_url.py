@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def closed_ports(count: int) -> Iterator[list[int]]:
-    """Ports that nobody else gets, and that refuse connections."""
+    """Ports that are kept from other processes and refuse connections."""
     with ExitStack() as stack:
         bound = [stack.enter_context(socket.socket()) for _ in range(count)]
         for entry in bound:

@@ -17,7 +17,7 @@ from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX
 from dora_pipe.producers.tasks.calls import PromptReady
 from dora_pipe.producers.tasks.pool import START_LIMIT_S, TaskPool
 from tests.support.task_pool import DEADLINE_S, ask, prompt, survey
-from tests.support.trainer_stage import VirtualClock
+from tests.support.worker import VirtualClock
 
 ROWS, TEXT = 40_000, "x" * 1000
 REWARD = "def score(row, text): return float(text == row['answer'])\n"

@@ -11,7 +11,6 @@ import pytest
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import ConfigError, Fenced, PolicyError, ResourceError, TaskError
-from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.producers.worker.role import REJOINS_MAX
@@ -24,10 +23,9 @@ from dora_pipe.schemas.control import (
     WorkerReady,
 )
 from dora_pipe.schemas.rounds import Fence, StopRun
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.bus_steps import ScriptedFaults
 from tests.support.worker import TOPICS
-from tests.support.worker_run import Run, make_run, task_of_the_run
+from tests.support.worker_run import Run, task_of_the_run
 
 ENDLESS = """
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
@@ -46,7 +44,7 @@ class Endless(Arithmetic):
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     bus = SqliteBus(tmp_path / "log.sqlite")
-    yield make_run(bus, tmp_path)
+    yield Run(bus, tmp_path)
     bus.close()
 
 
@@ -67,10 +65,6 @@ def _joined(
         yield stop
 
 
-def _left_events(run: Run) -> list[WorkerLeft]:
-    return [event for _, event in run.control() if isinstance(event, WorkerLeft)]
-
-
 def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     def script() -> Iterator[bool]:
         yield False
@@ -78,24 +72,22 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
         yield from _until(lambda: len(run.joins()) == 1)
         incarnation, _ = run.joins()[0]
         run.decide(run.assign(incarnation), run.place(incarnation))
-        yield from _until(lambda: run.count(TrajectoryLogged) == 1)
+        yield from _until(lambda: len(run.facts(TrajectoryLogged)) == 1)
         run.decide(StopRun(reason="done"))
         while True:
             yield False
 
     run.work(script())
-    kinds = [type(event) for _, event in run.control()]
+    kinds = [type(event) for event in run.control()]
     assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
     incarnation, joined = run.joins()[0]
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares
     assert joined.assets_digest == run.assets_digest
     assert joined.reward_digest == reward_digest(task_of_the_run())
-    logged = run.logged()[0]
+    logged = run.facts(TrajectoryLogged)[0]
     assert logged.incarnation == incarnation and logged.valid
-    tp = TopicPartition(TOPICS.trajectories, logged.partition)
-    (record,) = run.bus.reader({tp: 0}).poll(timeout_s=0.0)
-    trajectory = decode_trajectory(record.value)
+    trajectory = run.trajectory(logged)
     assert trajectory.token_ids[0] == 1  # the tokenizer's <bos>
     assert trajectory.meta.prompt_tokens > 2
 
@@ -114,14 +106,14 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
         yield from _until(lambda: len(run.joins()) == 1)
         incarnation, _ = run.joins()[0]
         run.decide(run.assign(incarnation), run.place(incarnation, 0), run.place(incarnation, 1))
-        yield from _until(lambda: run.count(TrajectoryLogged) == 2)
+        yield from _until(lambda: len(run.facts(TrajectoryLogged)) == 2)
         while True:
             yield True
 
     run.work(script())
-    logged = run.logged()
+    logged = run.facts(TrajectoryLogged)
     assert sorted((fact.valid, fact.reward) for fact in logged) == [(False, None), (True, 1.0)]
-    assert run.count(WorkerLeft) == 1
+    assert len(run.facts(WorkerLeft)) == 1
 
 
 def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) -> None:
@@ -133,17 +125,17 @@ def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) 
         yield from _until(lambda: len(run.joins()) == 2)
         incarnation, _ = run.joins()[1]
         run.decide(run.assign(incarnation), run.place(incarnation))
-        yield from _until(lambda: run.count(TrajectoryLogged) == 1)
+        yield from _until(lambda: len(run.facts(TrajectoryLogged)) == 1)
         while True:
             yield True
 
     run.work(script())
     (first, event), (second, two) = run.joins()
     assert event.instance != two.instance
-    logged = run.logged()[0]
+    logged = run.facts(TrajectoryLogged)[0]
     assert logged.incarnation == second != first
     assert len(run.engines) == 2
-    assert [event.incarnation for event in _left_events(run)] == [second]
+    assert [event.incarnation for event in run.facts(WorkerLeft)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
@@ -223,7 +215,7 @@ def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) ->
 
     with pytest.raises(PolicyError, match="cannot host version 0"):
         run.work(_joined(run, assign, stop=False))
-    remaining = _left_events(run)
+    remaining = run.facts(WorkerLeft)
     assert len(remaining) == 1 and "cannot host version 0" in remaining[0].reason
 
 
@@ -251,14 +243,14 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
         run.work(
             _joined(run, lambda incarnation, _: run.decide(run.assign(incarnation)), stop=False)
         )
-    remaining = _left_events(run)
+    remaining = run.facts(WorkerLeft)
     assert len(remaining) == 1 and text in remaining[0].reason
 
 
 @pytest.mark.parametrize("lands", [0, 1])
 def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, lands: int) -> None:
     log = MemoryLog()
-    run = make_run(MemoryBus(log), tmp_path)
+    run = Run(MemoryBus(log), tmp_path)
     run.begin()
     faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=lands)})
     witness, run.bus = run.bus, MemoryBus(log, faults=faults)
@@ -266,4 +258,4 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    assert [event.incarnation for event in _left_events(run)] == [run.joins()[0][0]]
+    assert [event.incarnation for event in run.facts(WorkerLeft)] == [run.joins()[0][0]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from dora_pipe.bus.base import records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.config.model import Config, Model, Run, Task
@@ -27,12 +28,10 @@ from dora_pipe.core.loop.runtime import Meter, Runtime
 from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.schemas.control import (
     AnyControl,
-    RoleStarted,
     RunStarted,
     StepCommitted,
     TakenGroup,
     TakenTrajectory,
-    config_digest,
     decode_control,
 )
 from dora_pipe.schemas.headers import header_pairs
@@ -45,6 +44,8 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_traject
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_trajectory
+from tests.support.orchestrator_records import role_started, run_started
+from tests.support.worker import VirtualClock
 
 RUN = "r"
 PARTITIONS = 2
@@ -52,26 +53,12 @@ WORKER_INCARNATION = 7
 NO_COST = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
 
-class VirtualClock:
-    def __init__(self) -> None:
-        self.ns = 1_000_000_000
-
-    def now_ns(self) -> int:
-        return self.ns
-
-    def wall_ns(self) -> int:
-        return self.ns + 10**18
-
-    def sleep(self, seconds: float) -> None:
-        self.ns += int(seconds * 1e9)
-
-
 class TrainerStage:
     """Log of a run with all roles except the trainer."""
 
     def __init__(self, root: Path, open_bus: Callable[[], Bus] | None = None) -> None:
         self.log = MemoryLog()
-        self.clock = VirtualClock()
+        self.clock = VirtualClock(1_000_000_000)
         self.topics = Topics(RUN)
         self.store = PolicyStore(root / "policies")
         self.snapshot = root / "commits"
@@ -107,22 +94,8 @@ class TrainerStage:
         config = msgspec.structs.replace(
             config, trainer=msgspec.structs.replace(config.trainer, **trainer)
         )
-        plain = msgspec.to_builtins(config)
-        started = RunStarted(
-            at_ns=1,
-            run=RUN,
-            schema_version=1,
-            config=plain,
-            config_digest=config_digest(plain),
-            dataset_digest="d",
-            dataset_rows=1,
-            eval_digest="e",
-            eval_rows=0,
-            seed=0,
-            policy=self.policy,
-            assets_digest="assets",
-            planner="p",
-            package="0",
+        started = msgspec.structs.replace(
+            run_started(config), policy=self.policy, assets_digest="assets"
         )
         self.append(self.topics.control, started)
         return started
@@ -222,12 +195,7 @@ class TrainerStage:
 
     def records(self, topic: str, partition: int = 0) -> list[Record]:
         position = TopicPartition(topic, partition)
-        reader = self.bus.reader({position: 0})
-        records: list[Record] = []
-        while reader.position(position) < self.bus.end(position):
-            records += reader.poll(timeout_s=1.0)
-        reader.close()
-        return records
+        return list(records_of(self.bus, {position: self.bus.end(position)}))
 
     def control(self) -> list[AnyControl]:
         decoded = [decode_control(record.value) for record in self.records(self.topics.control)]
@@ -282,7 +250,7 @@ class StagedTrainer:
         history = stage.read_history(bus)
         assert history.run_started is not None
         incarnation = history.incarnation + 1
-        started = role_started(incarnation)
+        started = role_started("trainer", incarnation)
         writer.append([Append(topic=stage.topics.control, value=encode(started))])
         meter = Meter()
         self.handlers = EffectHandlers(
@@ -347,12 +315,6 @@ class StagedTrainer:
     def close(self) -> None:
         self.runtime.close()
         self.bus.close()
-
-
-def role_started(incarnation: int) -> RoleStarted:
-    return RoleStarted(
-        at_ns=1, role="trainer", incarnation=incarnation, instance="i", host="h", pid=1, package="0"
-    )
 
 
 def train(stage: TrainerStage, trainer: StagedTrainer, *steps: int) -> None:

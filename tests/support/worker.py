@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
+from dora_pipe.bus.base import ends_of, records_of
 from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.core.loop.runtime import Meter, Runtime
@@ -26,7 +29,6 @@ from dora_pipe.schemas.control import (
     AnyControl,
     Resume,
     TrajectoryLogged,
-    WorkerJoined,
     decode_control,
 )
 from dora_pipe.schemas.identity import Purpose, group_id, group_seed, partition_of, trajectory_id
@@ -48,6 +50,7 @@ from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.sim.parts import Numbers
 from tests.support.agents import AgentsPort
 from tests.support.inline_tasks import InlineTasks
+from tests.support.orchestrator_records import joined
 from tests.support.singly import as_decision, singly
 
 TOPICS = Topics("r")
@@ -173,7 +176,49 @@ class Worker:
         return self.machine.requests.counts
 
 
-class World:
+class ScriptedLog:
+    """Log of a run in which a test decides."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        partitions = {TOPICS.trajectories: PARTITIONS, TOPICS.progress: PARTITIONS}
+        bus.create(
+            [TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()]
+        )
+        self.writer = bus.writer()
+        self.rounds = 0
+
+    def append(self, topic: str, record: msgspec.Struct) -> int:
+        return self.writer.append([Append(topic=topic, value=encode(record))])[0]
+
+    def decide(self, *decisions: AnyDecision | ScheduledRequest, incarnation: int = 1) -> None:
+        record = Round(
+            ordinal=self.rounds,
+            incarnation=incarnation,
+            now_ns=0,
+            control_next=0,
+            decisions=tuple(map(as_decision, decisions)),
+        )
+        self.rounds += 1
+        self.append(TOPICS.decisions, record)
+
+    def records(self, topic: str) -> list[Record]:
+        return list(records_of(self.bus, ends_of(self.bus, topic)))
+
+    def control(self) -> list[AnyControl | Unknown]:
+        return [decode_control(record.value) for record in self.records(TOPICS.control)]
+
+    def facts(self, kind: type[T]) -> list[T]:
+        return [record for record in singly(self.control()) if isinstance(record, kind)]
+
+    def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
+        for record in self.records(TOPICS.trajectories):
+            if (record.partition, record.offset) == (logged.partition, logged.offset):
+                return decode_trajectory(record.value)
+        raise AssertionError(f"nothing lies at {logged.partition}/{logged.offset}")
+
+
+class World(ScriptedLog):
     def __init__(
         self,
         *,
@@ -195,14 +240,8 @@ class World:
         self._engine = engine
         self.lengths = lengths
         self.steps_max = steps_max
-        self.bus = bus or MemoryBus(MemoryLog(), now_ms=lambda: self.clock.ns // 1_000_000)
-        partitions = {TOPICS.trajectories: PARTITIONS, TOPICS.progress: PARTITIONS}
-        self.bus.create(
-            [TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()]
-        )
-        self.writer = self.bus.writer()
+        super().__init__(bus or MemoryBus(MemoryLog(), now_ms=lambda: self.clock.ns // 1_000_000))
         self.handover = handover or MemoryHandover()
-        self.rounds = 0
         self.stopping: set[int] = set()
 
     def engine(self, setup: WorkerSetup) -> Engine:
@@ -223,40 +262,12 @@ class World:
         self, *, tasks: InlineTasks | None = None, agents: AgentsPort | None = None, **changes: Any
     ) -> Worker:
         decisions_from = self.bus.end(TopicPartition(TOPICS.decisions, 0))
-        joined = WorkerJoined(
-            at_ns=0,
-            worker=changes.get("worker", "w0"),
-            instance="i",
-            host="h",
-            pid=1,
-            slots=4,
-            prefetch=2,
-            kv_tokens=4,
-            engine="simulated",
-            engine_version="1",
-            dtype="none",
-            device="none",
-            declares=(),
-            assets_digest="a" * 64,
-            reward_digest="",
-            package="0",
-        )
-        incarnation = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
+        event = joined(changes.get("worker", "w0"), prefetch=2)
+        incarnation = self.append(TOPICS.control, event)
         if agents is not None:
             changes = {**OF_AGENTS, **changes}
         setup = setup_of(incarnation, decisions_from, **changes)
         return Worker(self, setup, tasks or InlineTasks(), agents)
-
-    def decide(self, *decisions: AnyDecision | ScheduledRequest, incarnation: int = 1) -> None:
-        record = Round(
-            ordinal=self.rounds,
-            incarnation=incarnation,
-            now_ns=0,
-            control_next=0,
-            decisions=tuple(map(as_decision, decisions)),
-        )
-        self.rounds += 1
-        self.writer.append([Append(topic=TOPICS.decisions, value=encode(record))])
 
     def assign(self, worker: Worker, version: int, *drop: int) -> Assign:
         return Assign(
@@ -344,22 +355,6 @@ class World:
 
     # What came back
 
-    def records(self, topic: str) -> list[Record]:
-        records: list[Record] = []
-        for partition in range(self.bus.partitions(topic)):
-            tp = TopicPartition(topic, partition)
-            reader = self.bus.reader({tp: 0})
-            while reader.position(tp) < self.bus.end(tp):
-                records += reader.poll(timeout_s=0.0)
-            reader.close()
-        return records
-
-    def control(self) -> list[AnyControl | Unknown]:
-        return [decode_control(record.value) for record in self.records(TOPICS.control)]
-
-    def facts(self, kind: type[T]) -> list[T]:
-        return [record for record in singly(self.control()) if isinstance(record, kind)]
-
     def statuses(self) -> list[WorkerStatus]:
         metrics = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]
         texts: dict[tuple[str, int], WorkerStatus] = {}
@@ -370,12 +365,6 @@ class World:
                 texts[positions] = merged(texts.get(positions), status)
                 statuses.append(texts[positions])
         return statuses
-
-    def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
-        for record in self.records(TOPICS.trajectories):
-            if (record.partition, record.offset) == (logged.partition, logged.offset):
-                return decode_trajectory(record.value)
-        raise AssertionError(f"nothing lies at {logged.partition}/{logged.offset}")
 
     def trajectories(self) -> dict[str, Trajectory]:
         return {fact.trajectory: self.trajectory(fact) for fact in self.facts(TrajectoryLogged)}

@@ -19,7 +19,7 @@ from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
 from dora_pipe.producers.tasks.registry import rows_digest
 from dora_pipe.producers.worker.role import run_worker
-from dora_pipe.schemas.control import WorkerJoined
+from dora_pipe.schemas.control import WorkerJoined, decode_control
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import Assign, ScheduledRequest
 from dora_pipe.store.model_dir import asset_files
@@ -65,11 +65,9 @@ class Run(ScriptedLog):
         self.append(TOPICS.control, msgspec.structs.replace(record, **changes))
 
     def joins(self) -> list[tuple[int, WorkerJoined]]:
-        return [
-            (offset, event)
-            for offset, event in enumerate(self.control())
-            if isinstance(event, WorkerJoined)
-        ]
+        records = self.records(TOPICS.control)
+        events = [(record.offset, decode_control(record.value)) for record in records]
+        return [(offset, event) for offset, event in events if isinstance(event, WorkerJoined)]
 
     def assign(self, incarnation: int) -> Assign:
         return Assign(

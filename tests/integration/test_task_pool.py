@@ -239,6 +239,7 @@ def test_environment_that_raises_or_talks_nonsense_fails_its_request_only(
     raised = re.fullmatch(r"\w+\.py:\d+: no such move", event.message)
     assert raised or event.message == "the environment gave str, not an Observation"
     assert isinstance(ask(episodes, EnvStep(request="b", turn=Turn(text="go"))), EnvObserved)
+    episodes.start(Forget(request="b"))
 
 
 def test_episodes_of_a_process_that_died_for_another_are_lost_and_may_start_again(

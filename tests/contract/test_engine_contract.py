@@ -22,7 +22,7 @@ from tests.support.tiers import more
 from tests.support.worker import VirtualClock
 
 SUBJECTS = (
-    *("simulated", "llama_gqa", *more(["qwen2", "glm4_moe", "deepseek_v2", "deepseek_v3"])),
+    *("simulated", "llama_gqa", *more(["qwen2", "glm4_moe"])),
     *("vllm", "vllm of two ranks", "vllm of a mixture"),
 )
 

@@ -22,7 +22,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
-from tests.support.models import EOS_ID, make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen2
+from tests.support.models import EOS_ID, make_glm4_moe, make_llama_gqa, make_qwen2
 from tests.support.vllm_servers import BUILDERS, need_vllm, open_shared
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}
@@ -82,7 +82,6 @@ def _trainer(
         pytest.param(_padded, _serving, id="padded-lora"),
         pytest.param(make_llama_gqa, _serving, id="llama_gqa-lora"),
         pytest.param(make_glm4_moe, _serving, id="glm4_moe-lora"),
-        pytest.param(make_deepseek_v3, _torch, id="deepseek_v3-torch"),
         pytest.param(make_qwen2, _vllm, id="qwen2-vllm"),
         pytest.param(_mixture, _vllm_mixture, id="qwen3_moe-vllm"),
         pytest.param(_padded, _torch, id="padded-torch", marks=SLOW),

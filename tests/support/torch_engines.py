@@ -18,9 +18,7 @@ from tests.support import models
 from tests.support.engine_contract import Decode, Result, Subject
 
 # Tied heads widen logits: the last token is the likeliest.
-SCALES = {"llama_gqa": 2.0} | dict.fromkeys(
-    ("qwen2", "qwen3_moe", "glm4_moe", "grouped", "deepseek_v2", "deepseek_v3"), 8.0
-)
+SCALES = {"llama_gqa": 2.0} | dict.fromkeys(("qwen2", "qwen3_moe", "glm4_moe", "grouped"), 8.0)
 """Scales that make a random model's distribution far from uniform."""
 
 
@@ -30,8 +28,6 @@ BUILDERS: dict[str, Callable[..., Path]] = {
     "qwen3_moe": models.make_qwen3_moe,
     "glm4_moe": models.make_glm4_moe,
     "grouped": models.make_grouped,
-    "deepseek_v2": models.make_deepseek_v2,
-    "deepseek_v3": models.make_deepseek_v3,
 }
 
 

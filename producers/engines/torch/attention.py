@@ -7,6 +7,7 @@ read a gathered copy at low positions, else one row in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -87,7 +88,7 @@ class StepAttention:
     def __init__(self, kv: KvCache, positions: Integers, runs: Sequence[Run]) -> None:
         self._model = kv.model
         self._storage = kv.storage
-        self._scale = kv.model.score_scale
+        self._scale = 1.0 / math.sqrt(kv.model.head_dim)
         self._lines = torch.from_numpy(_lines(kv, positions, runs))
         self._batches: list[_Part] = []
         self._in_place: list[_Part] = []
@@ -97,7 +98,7 @@ class StepAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         model = self._model
         heads, group, width = model.kv_heads, model.group, model.head_dim
-        rows = len(self._lines) // (model.kept * heads)
+        rows = len(self._lines) // (2 * heads)
         queries = qkv[:, : model.heads * width].view(-1, heads, group, width)
         fresh = qkv[:rows, model.heads * width :].reshape(-1, width)
         self._storage[layer].index_copy_(0, self._lines, fresh)
@@ -107,11 +108,11 @@ class StepAttention:
             out[part.start : part.end] = self._attend(q, k, v, part.mask).view(
                 part.end - part.start, -1
             )
-        outputs = out.view(-1, heads, group, model.value_dim)
+        outputs = out.view(-1, heads, group, width)
         for run in self._in_place:
             for head in range(heads):
                 row = run.pool.data[layer, :, run.row, head, : run.keys]
-                k, v = self._parted(row.unsqueeze(1).expand(-1, run.end - run.start, -1, -1))
+                k, v = row.unsqueeze(1).expand(-1, run.end - run.start, -1, -1)
                 q = queries[run.start : run.end, head]
                 outputs[run.start : run.end, head] = self._attend(q, k, v, run.mask)
 
@@ -130,11 +131,8 @@ class StepAttention:
             both = data[:, : part.end - part.start]
         else:
             both = data[:, :, :, : part.keys].index_select(1, part.rows)
-        return self._parted(both.flatten(1, 2))
-
-    def _parted(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split [kept, batch, keys, head_dim]; a latent's first numbers are the values."""
-        return kept[0], kept[-1][..., : self._model.value_dim]
+        k, v = both.flatten(1, 2)
+        return k, v
 
     def _plan_dense(self, kv: KvCache, positions: Integers) -> None:
         start = 0

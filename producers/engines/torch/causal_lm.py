@@ -5,7 +5,6 @@ Unsupported settings raise PolicyError, so that no model runs with wrong results
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,69 +18,31 @@ from dora_pipe.producers.engines.torch.rope import (
     positive,
     read_rope,
     rope_fields,
-    sharpened,
 )
 from dora_pipe.schemas.routes import need_room, number_type
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.model_dir import read_config
 
-LATENT: Final = ("deepseek_v2", "deepseek_v3")
-MIXTURES: Final = ("qwen3_moe", "glm4_moe", *LATENT)
-SIGMOIDS: Final = ("glm4_moe", "deepseek_v3")
+MIXTURES: Final = ("qwen3_moe", "glm4_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of the number of experts."""
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "glm4_moe": {"num_nextn_predict_layers": 1, "n_shared_experts": 1, "norm_topk_prob": True},
-    "deepseek_v2": {"n_shared_experts": 2, "topk_method": "greedy"},
-    "deepseek_v3": {
-        "num_nextn_predict_layers": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-    },
+    "glm4_moe": {"num_nextn_predict_layers": 1, "n_shared_experts": 1, "norm_topk_prob": True}
 }
 """Defaults of missing keys."""
 MISTRAL_WINDOW_TOKENS = 4096
 QWEN3_HEAD_DIM = 128
 
+TURNED: Final = frozenset(
+    f"self_attn.{which}_{kind}" for which in "qk" for kind in ("proj", "norm")
+)
+"""Layers and norms with rotary rows, by name in a decoder layer."""
+
 CHOICE_BIAS: Final = "mlp.gate.e_score_correction_bias"
 """Bias of expert scores, for the choice only."""
 
 _HINT = "the torch engine takes full-attention models of the families " + ", ".join(FAMILIES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    queries: int
-    """q_lora_rank, or 0."""
-    rank: int
-    """kv_lora_rank."""
-    plain: int
-    """Dimensions per head without rotary position, first."""
-    turned: int
-    """Rotary dimensions; all heads share this key."""
-    value: int
-    """Dimensions per value head."""
-    paired: bool
-    """Rotary pairs are adjacent in files, not halves apart."""
-    sharpened: float = 1.0
-    """yarn's factor on attention scores."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedRows:
-    """Rotary rows of a tensor: `count` from `start` on in every `width`. In files, row i pairs with
-    row `count` / 2 + i."""
-
-    width: int
-    start: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +77,7 @@ class CausalLM:
     layers: int
     heads: int
     kv_heads: int
-    """Key-value heads; 1 with latent attention."""
     head_dim: int
-    """Dimensions of a cached key; with latent attention `rank + turned`."""
     norm_eps: float
     rope: Rope
     tied: bool
@@ -128,50 +87,13 @@ class CausalLM:
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None = None
-    latent: Latent | None = None
     further: range = range(0)
     """Next-token prediction layers in files, ignored."""
 
     @property
     def turned(self) -> int:
-        """Return the rotary dimensions per head: last with latent attention, else first."""
-        return self.latent.turned if self.latent else int(self.head_dim * self.rope.share)
-
-    @property
-    def turned_rows(self) -> dict[str, TurnedRows]:
-        """Return layers and norms to interleave, by name in a decoder layer."""
-        latent = self.latent
-        if latent is None:
-            rows = TurnedRows(width=self.head_dim, start=0, count=self.turned)
-            both = ("proj", "norm")
-            return {f"self_attn.{which}_{kind}": rows for which in "qk" for kind in both}
-        if latent.paired:
-            return {}
-        queries = TurnedRows(
-            width=latent.plain + latent.turned, start=latent.plain, count=latent.turned
-        )
-        key = TurnedRows(width=self.head_dim, start=latent.rank, count=latent.turned)
-        projection = "q_b_proj" if latent.queries else "q_proj"
-        return {f"self_attn.{projection}": queries, "self_attn.kv_a_proj_with_mqa": key}
-
-    @property
-    def value_dim(self) -> int:
-        return self.latent.rank if self.latent else self.head_dim
-
-    @property
-    def kept(self) -> int:
-        """Return cached vectors per token and key-value head."""
-        return 1 if self.latent else 2
-
-    @property
-    def attended(self) -> int:
-        return self.heads * (self.latent.value if self.latent else self.head_dim)
-
-    @property
-    def score_scale(self) -> float:
-        if self.latent is None:
-            return 1.0 / math.sqrt(self.head_dim)
-        return self.latent.sharpened / math.sqrt(self.latent.plain + self.latent.turned)
+        """Return the rotary dimensions per head, the first ones."""
+        return int(self.head_dim * self.rope.share)
 
     def sparse(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
@@ -210,10 +132,14 @@ class CausalLM:
         return shapes
 
     def _layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden = self.hidden
+        hidden, queries = self.hidden, self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         block, width = self.block(layer)
-        linears = self._attention_linears() | {
-            "self_attn.o_proj": (hidden, self.attended, self.out_bias),
+        linears = {
+            "self_attn.q_proj": (queries, hidden, self.qkv_bias),
+            "self_attn.k_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.v_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, queries, self.out_bias),
             f"{block}.gate_proj": (width, hidden, self.mlp_bias),
             f"{block}.up_proj": (width, hidden, self.mlp_bias),
             f"{block}.down_proj": (hidden, width, self.mlp_bias),
@@ -230,30 +156,7 @@ class CausalLM:
                 shapes[f"{name}.bias"] = (rows,)
         if self.qk_norm:
             shapes |= {f"self_attn.{which}_norm.weight": (self.head_dim,) for which in "qk"}
-        if self.latent is not None:
-            ranks = {"kv": self.latent.rank, "q": self.latent.queries}
-            shapes |= {
-                f"self_attn.{name}_a_layernorm.weight": (n,) for name, n in ranks.items() if n
-            }
         return shapes | (self._expert_tensors() if self.sparse(layer) else {})
-
-    def _attention_linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Return rows, columns and bias."""
-        hidden, bias, latent = self.hidden, self.qkv_bias, self.latent
-        if latent is None:
-            rows = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
-            return {
-                f"self_attn.{which}_proj": (heads * self.head_dim, hidden, bias)
-                for which, heads in rows.items()
-            }
-        queries = self.heads * (latent.plain + latent.turned)
-        return {
-            "self_attn.q_proj": (0 if latent.queries else queries, hidden, False),
-            "self_attn.q_a_proj": (latent.queries, hidden, bias),
-            "self_attn.q_b_proj": (queries, latent.queries, False),
-            "self_attn.kv_a_proj_with_mqa": (latent.rank + latent.turned, hidden, bias),
-            "self_attn.kv_b_proj": (self.heads * (latent.plain + latent.value), latent.rank, False),
-        }
 
     def _expert_tensors(self) -> dict[str, tuple[int, ...]]:
         assert self.experts is not None
@@ -311,8 +214,8 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
         return "quantized weights are not supported"
     if family not in MIXTURES and any("expert" in key and value for key, value in config.items()):
         return f"mixtures of experts of type {family!r} are not supported"
-    if family in MIXTURES and (refused := _router_obstacle(config, family)):
-        return refused
+    if family == "qwen3_moe" and (config.get("n_group") or 1) > 1:
+        return f"experts of type {family!r} that are chosen group by group are not supported"
     if config.get("hidden_act", "silu") != "silu":
         return f"the activation {config['hidden_act']!r} is not supported"
     window = window_of(config, family)
@@ -323,25 +226,6 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
         return f"rotary positions of type {kind!r} are not supported"
     if family != "glm4_moe" and rope_fields(config).get("partial_rotary_factor", 1.0) != 1.0:
         return "rotary positions over a part of the head are not supported"
-    return None
-
-
-def _router_obstacle(config: Mapping[str, Any], family: str) -> str | None:
-    groups = (config.get("n_group") or 1) > 1
-    if groups and family == "qwen3_moe":
-        return f"experts of type {family!r} that are chosen group by group are not supported"
-    if family not in LATENT:
-        return None
-    scores = "sigmoid" if family in SIGMOIDS else "softmax"
-    if config.get("scoring_func", scores) != scores:
-        return f"a router that scores by {config['scoring_func']!r} is not supported"
-    if (config.get("moe_layer_freq") or 1) != 1:
-        return f"experts in every layer number {config['moe_layer_freq']} are not supported"
-    if family == "deepseek_v2" and config.get("norm_topk_prob"):
-        return "scores that are divided by their sum (norm_topk_prob) are not supported"
-    ways = ("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",)
-    if config.get("topk_method", ways[0]) not in ways:
-        return f"experts that are chosen by {config['topk_method']!r} are not supported"
     return None
 
 
@@ -363,8 +247,7 @@ def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
     heads = positive(config, "num_attention_heads", int)
     hidden = positive(config, "hidden_size", int)
     says = bool(config.get("attention_bias", False))
-    bias = says and family in ("llama", "qwen3", "qwen3_moe", *LATENT)
-    latent = _latent(config, family)
+    bias = says and family in ("llama", "qwen3", "qwen3_moe")
     model = CausalLM(
         family=family,
         vocabulary=positive(config, "vocab_size", int),
@@ -372,10 +255,8 @@ def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
         intermediate=positive(config, "intermediate_size", int),
         layers=positive(config, "num_hidden_layers", int),
         heads=heads,
-        kv_heads=1 if latent else _kv_heads(config, family, heads),
-        head_dim=latent.rank + latent.turned
-        if latent
-        else positive(
+        kv_heads=positive(config, "num_key_value_heads", int, heads if family == "llama" else None),
+        head_dim=positive(
             config, "head_dim", int, QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads
         ),
         norm_eps=positive(config, "rms_norm_eps", float, 1e-6),
@@ -383,40 +264,17 @@ def _causal_lm(config: Mapping[str, Any], family: str) -> CausalLM:
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bias or family == "qwen2" or (says and family == "glm4_moe"),
         out_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family in ("llama", "deepseek_v2"),
+        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=family in ("qwen3", "qwen3_moe")
         or (family == "glm4_moe" and bool(config.get("use_qk_norm"))),
         experts=_experts(config, family),
-        latent=latent,
         further=further_layers(config),
     )
-    if model.heads % model.kv_heads or (latent is None and model.head_dim % 2) or model.turned % 2:
+    if model.heads % model.kv_heads or model.head_dim % 2 or model.turned % 2:
         raise PolicyError(
             f"{heads} heads of {model.head_dim} do not share {model.kv_heads} key-value heads"
         )
     return model
-
-
-def _kv_heads(config: Mapping[str, Any], family: str, heads: int) -> int:
-    alone = heads if family in ("llama", *LATENT) else None
-    return positive(config, "num_key_value_heads", int, alone)
-
-
-def _latent(config: Mapping[str, Any], family: str) -> Latent | None:
-    if family not in LATENT:
-        return None
-    heads = positive(config, "num_attention_heads", int)
-    if _kv_heads(config, family, heads) != heads:
-        raise PolicyError(f"keys and values of a latent are of all {heads} heads")
-    return Latent(
-        queries=positive(config, "q_lora_rank", int) if config.get("q_lora_rank") else 0,
-        rank=positive(config, "kv_lora_rank", int),
-        plain=positive(config, "qk_nope_head_dim", int),
-        turned=positive(config, "qk_rope_head_dim", int),
-        value=positive(config, "v_head_dim", int),
-        paired=family == "deepseek_v2" or bool(config.get("rope_interleave", True)),
-        sharpened=sharpened(rope_fields(config)),
-    )
 
 
 def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
@@ -434,14 +292,13 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
     chosen = positive(config, "num_experts_per_tok", int)
     if chosen > count:
         raise PolicyError(f"{chosen} experts per token of {count}")
-    grouped = not qwen and config.get("topk_method") != "greedy"
-    groups, groups_chosen = _groups(config, count, chosen) if grouped else (1, 1)
+    groups, groups_chosen = (1, 1) if qwen else _groups(config, count, chosen)
     layers = range(positive(config, "num_hidden_layers", int))
     return Experts(
         count=count,
         per_token=chosen,
         width=width,
-        scores="sigmoid" if family in SIGMOIDS else "softmax",
+        scores="softmax" if qwen else "sigmoid",
         normed=bool(config.get("norm_topk_prob")),
         layers=tuple(layer for layer in layers if is_sparse(config, layer)),
         shared_width=0 if qwen else width * int(config.get("n_shared_experts") or 0),

@@ -269,8 +269,8 @@ class TorchEngine(EngineBase[SlotRequest]):
         self._changed = True
 
     def _kv_array(self, tokens: int) -> tuple[str, tuple[int, ...]]:
-        model = self._model  # keys first; `kept` is 1 with latent attention
-        shape = (model.layers, model.kept, model.kv_heads, tokens, model.head_dim)
+        model = self._model  # keys first
+        shape = (model.layers, 2, model.kv_heads, tokens, model.head_dim)
         return "<f4", shape
 
     def _kv_of(self, row: SlotRequest) -> Kv | None:

@@ -72,14 +72,13 @@ def routed(
 
 
 def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
-    """Mask scores [rows, experts] outside the chosen groups, by a group's best expert (DeepSeek-V2,
-    arXiv 2405.04434, section 2.2.2), with sigmoids by its best two (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2)."""
+    """Mask scores [rows, experts] outside the chosen groups, by a group's best two experts
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     if experts.groups == 1:
         return ranked
     grouped = ranked.view(len(ranked), experts.groups, -1)
     best = torch.topk(grouped, 2, -1).values
-    worth = best[..., 0] if experts.scores == "softmax" else best[..., 0] + best[..., 1]
+    worth = best[..., 0] + best[..., 1]
     chosen = torch.topk(worth, experts.groups_chosen, -1).indices
     excluded = torch.full_like(ranked[:, : experts.groups], -torch.inf).scatter_(1, chosen, 0)
     return (grouped + excluded.unsqueeze(-1)).view_as(ranked)

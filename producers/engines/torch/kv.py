@@ -39,7 +39,7 @@ class Pool:
     capacity: int
     base: int
     """First storage line."""
-    data: torch.Tensor  # [layers, kept, capacity, kv_heads, keys, head_dim]
+    data: torch.Tensor  # [layers, 2, capacity, kv_heads, keys, head_dim]
     slots: list[int] = field(default_factory=list)
     """Slot per row, or HOLE."""
 
@@ -54,7 +54,7 @@ class KvCache:
         self.model = model
         sizes = pool_keys(context_tokens)
         capacity = slots + 1
-        lines = [model.kept * capacity * model.kv_heads * keys for keys in sizes]
+        lines = [2 * capacity * model.kv_heads * keys for keys in sizes]
         # Untouched pages; torch.zeros would write them.
         storage = np.zeros((model.layers, sum(lines), model.head_dim), dtype=np.float32)
         self.storage = torch.from_numpy(storage)
@@ -62,7 +62,7 @@ class KvCache:
         for number, keys in enumerate(sizes):
             base = sum(lines[:number])
             data = self.storage[:, base : base + lines[number]].view(
-                model.layers, model.kept, capacity, model.kv_heads, keys, model.head_dim
+                model.layers, 2, capacity, model.kv_heads, keys, model.head_dim
             )
             self.pools.append(Pool(keys=keys, capacity=capacity, base=base, data=data))
         self._pool_of = np.repeat(np.arange(len(sizes)), np.diff([0, *sizes]))
@@ -75,7 +75,7 @@ class KvCache:
         """Slots of the dense rows, by pool."""
         self.room: Integers = np.zeros(0, np.int64)
         """Keys of each row's pool."""
-        self.first_lines: Integers = np.zeros((0, model.kept * model.kv_heads), np.int64)
+        self.first_lines: Integers = np.zeros((0, 2 * model.kv_heads), np.int64)
         """`lines` of each row."""
 
     def pool_of(self, position: int) -> int:
@@ -106,7 +106,7 @@ class KvCache:
         self._adopted[slot] = data
 
     def copied(self, slot: int, end: int, start: int = 0) -> torch.Tensor:
-        """Copy positions [start, end): [layers, kept, kv_heads, end - start, head_dim]."""
+        """Copy positions [start, end): [layers, 2, kv_heads, end - start, head_dim]."""
         adopted = self._adopted.get(slot)
         if adopted is None:
             pool, row = self.place(slot)
@@ -146,7 +146,7 @@ class KvCache:
             pool.data[:, :, row, :, :used].copy_(source[:, :, :, :used])
 
     def _leave(self, slot: int) -> torch.Tensor | None:
-        """Free a slot; return its data [layers, kept, kv_heads, keys, head_dim]."""
+        """Free a slot; return its data [layers, 2, kv_heads, keys, head_dim]."""
         if self.is_staged(slot):
             assert self._staged is not None
             pool = self.pools[self._staged[1]]
@@ -175,9 +175,9 @@ class KvCache:
         return self._dense[slot]
 
     def lines(self, pools: Integers, rows: Integers) -> Integers:
-        """Return storage lines of position 0: [rows, kept * kv_heads], keys first."""
+        """Return storage lines of position 0: [rows, 2 * kv_heads], keys first."""
         heads = self.model.kv_heads
-        which = np.arange(self.model.kept * heads)
+        which = np.arange(2 * heads)
         planes = (which // heads) * self.pools[0].capacity + rows[:, None]
         keys, bases = self._keys[pools][:, None], self._bases[pools][:, None]
         lines: Integers = bases + (planes * heads + which % heads) * keys

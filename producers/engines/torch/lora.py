@@ -20,7 +20,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.base import ResidentVersions, Version
 from dora_pipe.producers.engines.engine import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM
+from dora_pipe.producers.engines.torch.causal_lm import TURNED, CausalLM
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
 from dora_pipe.producers.engines.torch.model import interleaved, parts_of_qkv
 from dora_pipe.store.adapters import Adapter, read_adapter_on
@@ -155,8 +155,8 @@ def _pair(
             a, b = torch.zeros(rank, in_), torch.zeros(out, rank)
         if tuple(a.shape) != (rank, in_) or tuple(b.shape) != (out, rank):
             raise PolicyError(f"{where}: the adapter of {layer} is of another model")
-        if part in model.turned_rows:
-            b = interleaved(b, model.turned_rows[part])
+        if part in TURNED:
+            b = interleaved(model, b)
         downs.append(a)
         ups.append(b * adapter.scale)
     block_diag: Any = torch.block_diag

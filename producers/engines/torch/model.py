@@ -13,11 +13,6 @@ Rules that make a row's result independent of its batch, bitwise (verified by `p
 Weights are replaced in place. Query, key and value matrices are fused, as are gate and up. Rotary
 halves are interleaved in the weights, so that a rotation is one complex product; dimensions without
 rotary position are multiplied by 1.
-
-Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) caches latents. Head h has keys
-c K_h^T and values c V_h^T of a shared latent c. As q (c K_h^T)^T = (q K_h) c^T, queries are
-projected into the latent, and attended latents to values. So there is one key-value head, whose
-values are its keys; a token caches `rank + turned` numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
-from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Latent, TurnedRows
+from dora_pipe.producers.engines.torch.causal_lm import TURNED, CausalLM
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN, ExpertWeights, empty_experts, mixed
 from dora_pipe.producers.engines.torch.rope import Rope
 
@@ -41,8 +36,6 @@ class Layer:
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
-    """Fused projections; with latent attention queries or their latent, key-value latent, rotary
-    key."""
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
     out: torch.Tensor
@@ -54,7 +47,6 @@ class Layer:
     down: torch.Tensor
     down_bias: torch.Tensor | None
     experts: ExpertWeights | None
-    latent: LatentWeights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +74,8 @@ class Added(Protocol):
 
 class Attention(Protocol):
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend with rotated `qkv` [rows, (heads + kept * kv_heads) * head_dim]; fill `out` [rows,
-        heads * value_dim]."""
+        """Attend with rotated `qkv` [rows, (heads + 2 * kv_heads) * head_dim]; fill `out` [rows,
+        heads * head_dim]."""
 
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
@@ -112,18 +104,17 @@ def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         "lm_head.weight": weights.head,
     }
     places = [_places(model, layer, number) for number, layer in enumerate(weights.layers)]
-    rows = model.turned_rows
     with torch.no_grad():
         for name, tensor in tensors:
             if name in destinations:
                 destinations[name].copy_(tensor)
                 continue
             number, _, rest = name.removeprefix(prefix).partition(".")
-            destination, turned = places[int(number)][rest], rows.get(rest.rpartition(".")[0])
-            if turned is None:
-                destination.copy_(tensor)
+            destination = places[int(number)][rest]
+            if rest.rpartition(".")[0] in TURNED:
+                _interleave(model, tensor, destination)
             else:
-                _interleave(tensor, destination, turned)
+                destination.copy_(tensor)
 
 
 def forward(
@@ -141,23 +132,18 @@ def forward(
     """
     model = weights.model
     assert len(tokens) >= ROWS_MIN
-    attended = torch.zeros(len(tokens), model.heads * model.value_dim)
+    attended = torch.zeros(len(tokens), model.heads * model.head_dim)
     x, chosen = F.embedding(tokens, weights.embedding), list[torch.Tensor]()
     for number, layer in enumerate(weights.layers):
         normed = _norm(x, layer.attention_norm, model)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
         for adapter in added:
             adapter.add(number, "qkv", normed, qkv)
-        if layer.latent is None:
-            _turn(model, layer, qkv, turns)
-            attention(number, qkv, attended)
-            mixed_heads = attended
-        else:
-            attention(number, into_latent(model, layer.latent, qkv, turns), attended)
-            mixed_heads = out_of_latent(model, layer.latent, attended)
-        projected = F.linear(mixed_heads, layer.out, layer.out_bias)
+        _turn(model, layer, qkv, turns)
+        attention(number, qkv, attended)
+        projected = F.linear(attended, layer.out, layer.out_bias)
         for adapter in added:
-            adapter.add(number, "out", mixed_heads, projected)
+            adapter.add(number, "out", attended, projected)
         x = projected.add_(x)
         normed = _norm(x, layer.mlp_norm, model)
         if layer.experts is None:
@@ -209,7 +195,7 @@ def _empty_layer(model: CausalLM, layer: int) -> Layer:
         qkv=torch.empty(outputs, hidden),
         qkv_bias=bias(model.qkv_bias, outputs),
         qk_norm=torch.empty(turned, model.head_dim) if model.qk_norm else None,
-        out=torch.empty(hidden, model.attended),
+        out=torch.empty(hidden, model.heads * model.head_dim),
         out_bias=bias(model.out_bias, hidden),
         mlp_norm=torch.empty(hidden),
         gate_up=torch.empty(2 * width, hidden),
@@ -217,21 +203,13 @@ def _empty_layer(model: CausalLM, layer: int) -> Layer:
         down=torch.empty(hidden, width),
         down_bias=bias(model.mlp_bias, hidden),
         experts=empty_experts(model, layer),
-        latent=empty_latent(model),
     )
 
 
 def parts_of_qkv(model: CausalLM) -> dict[str, int]:
     """Return name and rows of the fused query, key and value layers."""
-    if model.latent is None:
-        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    elif model.latent.queries:
-        sizes = {"q_a_proj": model.latent.queries, "kv_a_proj_with_mqa": model.head_dim}
-    else:
-        queries = model.heads * (model.latent.plain + model.latent.turned)
-        sizes = {"q_proj": queries, "kv_a_proj_with_mqa": model.head_dim}
-    return {f"self_attn.{name}": size for name, size in sizes.items()}
+    heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
+    return {f"self_attn.{which}_proj": count * model.head_dim for which, count in heads.items()}
 
 
 def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tensor]:
@@ -239,8 +217,8 @@ def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tenso
         "input_layernorm.weight": layer.attention_norm,
         "post_attention_layernorm.weight": layer.mlp_norm,
     }
-    for part in (layer.experts, layer.latent):
-        tensors |= part.places() if part is not None else {}
+    if layer.experts is not None:
+        tensors |= layer.experts.places()
     sizes = parts_of_qkv(model)
     block = model.block(number)[0]
     fused = (
@@ -265,95 +243,19 @@ def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tenso
     return tensors
 
 
-def interleaved(part: torch.Tensor, turned: TurnedRows) -> torch.Tensor:
-    """Reorder rotary rows 0, half, 1, half + 1, ..."""
+def interleaved(model: CausalLM, part: torch.Tensor) -> torch.Tensor:
+    """Reorder the rotary rows of each head: 0, half, 1, half + 1, ..."""
     result = torch.empty_like(part)
-    _interleave(part, result, turned)
+    _interleave(model, part, result)
     return result
 
 
-def _interleave(part: torch.Tensor, target: torch.Tensor, turned: TurnedRows) -> None:
-    start, half, end = turned.start, turned.count // 2, turned.start + turned.count
-    rows, to = (tensor.view(-1, turned.width, *tensor.shape[1:]) for tensor in (part, target))
-    pairs = to[:, start:end].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
-    pairs.copy_(rows[:, start:end].view(len(rows), 2, half, *rows.shape[2:]))
-    for still in (slice(start), slice(end, None)):
-        to[:, still].copy_(rows[:, still])
-
-
-NORM_EPS: Final = 1e-6
-"""Epsilon of latent norms as in transformers; not `rms_norm_eps`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentWeights:
-    """Projections of one layer; the fused product yields [queries, latent, rotary key]."""
-
-    query_norm: torch.Tensor | None  # [queries]
-    queries: torch.Tensor | None  # [heads * (plain + turned), queries]
-    norm: torch.Tensor  # [rank]
-    up: torch.Tensor  # [heads, plain + value, rank]
-
-    def places(self) -> dict[str, torch.Tensor]:
-        tensors = {
-            "self_attn.kv_a_layernorm.weight": self.norm,
-            "self_attn.kv_b_proj.weight": self.up.flatten(0, 1),
-        }
-        if self.query_norm is not None and self.queries is not None:
-            tensors["self_attn.q_a_layernorm.weight"] = self.query_norm
-            tensors["self_attn.q_b_proj.weight"] = self.queries
-        return tensors
-
-
-def empty_latent(model: CausalLM) -> LatentWeights | None:
-    latent, heads = model.latent, model.heads
-    if latent is None:
-        return None
-    has_queries = latent.queries > 0
-    queries = (heads * (latent.plain + latent.turned), latent.queries)
-    return LatentWeights(
-        query_norm=torch.empty(latent.queries) if has_queries else None,
-        queries=torch.empty(queries) if has_queries else None,
-        norm=torch.empty(latent.rank),
-        up=torch.empty(heads, latent.plain + latent.value, latent.rank),
-    )
-
-
-def into_latent(
-    model: CausalLM, weights: LatentWeights, tensor: torch.Tensor, turns: torch.Tensor
-) -> torch.Tensor:
-    """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `tensor` is the first
-    product's output."""
-    latent, heads = _latent(model), model.heads
-    sizes = [tensor.shape[1] - model.head_dim, latent.rank, latent.turned]
-    first, low, key = torch.split(tensor, sizes, 1)
-    if weights.queries is not None:
-        normed = F.rms_norm(first, (latent.queries,), weights.query_norm, NORM_EPS)
-        first = F.linear(normed, weights.queries)
-    queries = first.reshape(len(tensor), heads, latent.plain + latent.turned)
-    plain, turned = torch.split(queries, [latent.plain, latent.turned], -1)
-    output = torch.empty(len(tensor), heads + 1, model.head_dim)
-    met = torch.bmm(plain.transpose(0, 1), weights.up[:, : latent.plain])
-    output[:, :heads, : latent.rank] = met.transpose(0, 1)
-    output[:, heads, : latent.rank] = F.rms_norm(low, (latent.rank,), weights.norm, NORM_EPS)
-    # One array: separate keys would form one line, whose last numbers are computed differently.
-    pairs = torch.cat([turned, key.unsqueeze(1)], 1)
-    torch.view_as_complex(pairs.view(len(tensor), heads + 1, -1, 2)).mul_(turns)
-    output[..., latent.rank :] = pairs
-    return output.view(len(tensor), -1)
-
-
-def out_of_latent(model: CausalLM, weights: LatentWeights, attended: torch.Tensor) -> torch.Tensor:
-    """Project [rows, heads * rank] to [rows, heads * value]."""
-    latent, rows = _latent(model), len(attended)
-    low = attended.view(rows, model.heads, latent.rank).transpose(0, 1)
-    values = torch.bmm(low, weights.up[:, latent.plain :].transpose(1, 2))
-    return values.transpose(0, 1).reshape(rows, -1)
-
-
-def _latent(model: CausalLM) -> Latent:
-    assert model.latent is not None
-    return model.latent
+def _interleave(model: CausalLM, part: torch.Tensor, target: torch.Tensor) -> None:
+    turned, half = model.turned, model.turned // 2
+    rows, to = (tensor.view(-1, model.head_dim, *tensor.shape[1:]) for tensor in (part, target))
+    pairs = to[:, :turned].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)
+    pairs.copy_(rows[:, :turned].view(len(rows), 2, half, *rows.shape[2:]))
+    to[:, turned:].copy_(rows[:, turned:])
 
 
 YARN_LEAST: Final = 0.001
@@ -361,11 +263,10 @@ YARN_LEAST: Final = 0.001
 
 
 def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
-    """Return complex64 [context_tokens, head_dim / 2]; with latent attention only rotary
-    dimensions."""
+    """Return complex64 [context_tokens, head_dim / 2]."""
     positions = torch.arange(context_tokens, dtype=torch.float32)
     angles = torch.outer(positions, _frequencies(model.rope, model.turned))
-    still = (0, 0 if model.latent else (model.head_dim - model.turned) // 2)
+    still = (0, (model.head_dim - model.turned) // 2)
     cos, sin = angles.cos() * model.rope.stretch, angles.sin() * model.rope.stretch
     return torch.complex(F.pad(cos, still, value=1.0), F.pad(sin, still))
 

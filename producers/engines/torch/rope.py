@@ -86,14 +86,6 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def sharpened(fields: Mapping[str, Any]) -> float:
-    """Return yarn's factor on scores of latent attention."""
-    every = float(fields.get("mscale_all_dim") or 0)
-    if fields["rope_type"] == "default" or not every:
-        return 1.0
-    return _magnified(positive(fields, "factor", float), every) ** 2
-
-
 def _magnified(factor: float, share: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 

@@ -69,7 +69,7 @@ class Policy:
         return event
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "grouped"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(request.param, tmp_path_factory.mktemp(request.param))
 

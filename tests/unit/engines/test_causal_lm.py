@@ -39,17 +39,6 @@ SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_wind
 
 MIXTURE = {"n_routed_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
 GLM = MIXTURE | {"model_type": "glm4_moe"}
-LATENT = MIXTURE | {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_group": 1,
-    "first_k_dense_replace": 0,
-}
-V2 = LATENT | {"model_type": "deepseek_v2"}
-V3 = LATENT | {"model_type": "deepseek_v3", "q_lora_rank": 20}
 
 
 def directory(folder: Path, **changes: Any) -> Path:
@@ -73,7 +62,7 @@ def test_sizes_come_from_the_config(tmp_path: Path) -> None:
 def test_biases_and_head_norms_follow_the_family(family: str, tmp_path: Path) -> None:
     where = directory(
         tmp_path,
-        **(LATENT if "deepseek" in family else MIXTURE if "moe" in family else {}),
+        **(MIXTURE if "moe" in family else {}),
         model_type=family,
         attention_bias=True,
         mlp_bias=True,
@@ -81,7 +70,7 @@ def test_biases_and_head_norms_follow_the_family(family: str, tmp_path: Path) ->
     )
     model = read_causal_lm(where, context_tokens=64)
     biased = {name.split(".")[-2] for name in model.tensors() if name.endswith(".bias")}
-    qkv, out, latent = {"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"kv_a_proj_with_mqa"}
+    qkv, out = {"q_proj", "k_proj", "v_proj"}, {"o_proj"}
     assert (
         biased
         == {
@@ -91,14 +80,10 @@ def test_biases_and_head_norms_follow_the_family(family: str, tmp_path: Path) ->
             "qwen3": qkv | out,
             "qwen3_moe": qkv | out,
             "glm4_moe": qkv,
-            "deepseek_v2": out | latent | {"gate_proj", "up_proj", "down_proj"},
-            "deepseek_v3": out | latent,
         }[family]
     )
     assert model.qk_norm == (family in ("qwen3", "qwen3_moe"))
-    assert model.head_dim == (128 if family == "qwen3" else 32)  # 24 + 8 of latents
-    assert (model.latent is not None) == ("deepseek" in family)
-    assert model.kept == (1 if model.latent else 2)
+    assert model.head_dim == (128 if family == "qwen3" else 32)
     assert "lm_head.weight" not in model.tensors()
 
 
@@ -154,16 +139,7 @@ def test_rotary_settings_of_both_forms_are_read(
         ({"model_type": "mistral", "sliding_window": 128}, "over 128 tokens"),
         ({"rope_scaling": {"type": "longrope", "factor": 4}}, "positions of type 'longrope'"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
-        (V3 | {"kv_lora_rank": ...}, "kv_lora_rank is missing"),
-        (V3 | {"v_head_dim": ...}, "v_head_dim is missing"),
-        (V3 | {"num_key_value_heads": 2}, "of a latent are of all 4 heads"),
-        (V3 | {"qk_rope_head_dim": 7}, "heads of 31"),
-        (V3 | {"n_group": ...}, "8 experts in 8 groups (n_group)"),
-        (V3 | {"scoring_func": "softmax"}, "a router that scores by 'softmax'"),
-        (V3 | {"moe_layer_freq": 2}, "experts in every layer number 2"),
-        (V3 | {"topk_method": "greedy"}, "experts that are chosen by 'greedy'"),
-        (V2 | {"topk_method": "best"}, "experts that are chosen by 'best'"),
-        (V2 | {"norm_topk_prob": True}, "divided by their sum"),
+        (MIXTURE | {"model_type": "deepseek_v3"}, "models of type 'deepseek_v3'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "a part of the head"),
         ({"hidden_size": ...}, "hidden_size is missing"),

@@ -20,7 +20,7 @@ from dora_pipe.producers.engines.torch.experts import (
     mixed,
     routed,
 )
-from tests.support.models import make_deepseek_v2, make_glm4_moe, make_grouped, make_qwen3_moe
+from tests.support.models import make_glm4_moe, make_grouped, make_qwen3_moe
 
 ROWS = 120
 COUNTS = range(ROWS_MIN, ROWS)
@@ -38,7 +38,7 @@ def drawn(
     return model, weights, torch.randn(ROWS, model.hidden, generator=generator)
 
 
-MIXTURES = (make_qwen3_moe, make_glm4_moe, make_grouped, make_deepseek_v2)
+MIXTURES = (make_qwen3_moe, make_glm4_moe, make_grouped)
 
 
 @pytest.fixture(params=MIXTURES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 from dora_pipe.core.errors import SchemaError
@@ -34,27 +34,6 @@ def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
 
 def parse_headers(raw: Iterable[tuple[str, bytes]]) -> Headers:
     """Parse headers from the bus. Raises SchemaError for missing, duplicate or invalid ones."""
-    pairs = tuple(raw)
-    return _as_written(pairs) or _one_by_one(pairs)
-
-
-def _as_written(pairs: tuple[tuple[str, bytes], ...]) -> Headers | None:
-    """Parse headers in the written order (fast path); None if anything differs."""
-    if tuple(map(_FIRST, pairs)) != _ORDER:
-        return None
-    line = b"\n".join(map(_SECOND, pairs))
-    if not line.isascii():
-        return None
-    match = _LINE.fullmatch(line.decode())
-    if match is None:
-        return None
-    try:
-        return Headers(*[read(text) for read, text in zip(_QUICK, match.groups(), strict=True)])
-    except ValueError:
-        return None
-
-
-def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
     values: dict[str, bytes] = {}
     for name, value in raw:
         if name in values and name in _NAMES:
@@ -119,7 +98,6 @@ def _finite(text: str) -> float | None:
 _READ: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float | None": _finite}
 _ORDER = Headers.__struct_fields__
 _KINDS = {name: str(Headers.__annotations__[name]) for name in _ORDER}
-_QUICK = tuple(_READ[kind] for kind in _KINDS.values())
 _NAMES = frozenset(_ORDER)
 _OPTIONAL = frozenset({"traceparent"})
 _COMPARED_NAMES = tuple(name for name in _ORDER if name not in ("sha256", "traceparent"))
@@ -127,16 +105,3 @@ _COMPARED = attrgetter(*_COMPARED_NAMES)
 _ELSEWHERE = {"tokens": "length"} | {name: f"meta.{name}" for name in Meta.__struct_fields__}
 _SAID_BY = attrgetter(*(_ELSEWHERE.get(name, name) for name in _COMPARED_NAMES))
 """Values of a trajectory in the order of `_COMPARED_NAMES`."""
-_FIRST, _SECOND = itemgetter(0), itemgetter(1)
-
-
-def _pattern(name: str, kind: str) -> str:
-    if kind == "int":
-        return _INTEGER.pattern
-    if name in _DIGESTS:
-        return _DIGESTS[name].pattern
-    return f"[^\n]{{0,{_TEXT_CHARACTERS_MAX}}}"
-
-
-_LINE = re.compile("\n".join(f"({_pattern(*one)})" for one in _KINDS.items()))
-"""All headers, one per line; a value with a newline does not match."""

@@ -5,9 +5,10 @@ Results depend on the endpoint's batching: not bitwise repeatable.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Sequence
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,8 +17,8 @@ import numpy as np
 
 from dora_pipe.consumers.objectives.advantage import FLOAT32_MAX
 from dora_pipe.consumers.teachers.teacher import Row, Scores
-from dora_pipe.core.errors import DoraError, NonFinite, ResourceError
-from dora_pipe.core.system.json_endpoint import EndpointAway, JsonEndpoint
+from dora_pipe.core.errors import NonFinite, ResourceError
+from dora_pipe.core.system.json_endpoint import LOOP, EndpointAway, JsonEndpoint
 
 ANSWER_BYTES_MAX: Final = 256 << 20
 """About a hundred bytes per token."""
@@ -27,9 +28,6 @@ PAUSE_MAX_S: Final = 15.0
 """Retry backoff doubles up to this."""
 
 _TURN_S: Final = 0.2
-
-Numbered = tuple[int, Sequence[Row]]
-Said = tuple[int, list[list[float]] | DoraError]
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -77,53 +75,30 @@ class EndpointTeacher:
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
         """See `Teacher`. Raises ResourceError if requests are rejected or keep failing."""
-        size = self._options.batch
-        todo: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
-        for start in range(0, len(rows), size):
-            todo.put((start, rows[start : start + size]))
-        requests = todo.qsize()
-        done: queue.SimpleQueue[Said] = queue.SimpleQueue()
-        over = threading.Event()
-        # Daemon threads: process exit does not wait for an answer.
-        threads = [
-            threading.Thread(
-                target=self._ask_all, args=(todo, done, over), name="teacher", daemon=True
-            )
-            for _ in range(min(self._options.concurrency, requests))
-        ]
-        for thread in threads:
-            thread.start()
+        size, turn = self._options.batch, asyncio.Semaphore(self._options.concurrency)
+        starts = {
+            LOOP.run(self._ask(rows[start : start + size], turn)): start
+            for start in range(0, len(rows), size)
+        }
         logprobs: list[list[float]] = [[] for _ in rows]
+        requests, remaining = len(starts), set(starts)
         try:
-            for answered in range(requests):
-                self.waits_for = f"{self._endpoint.where}: {requests - answered} of {requests}"
+            while remaining:
+                self.waits_for = f"{self._endpoint.where}: {len(remaining)} of {requests}"
                 self.waits_for += " requests open"
-                start, answer = yield from _next(done, threads)
-                if isinstance(answer, DoraError):
-                    raise answer
-                logprobs[start : start + len(answer)] = answer
+                done, remaining = wait(remaining, _TURN_S, FIRST_COMPLETED)
+                for future in done:
+                    answer = future.result()
+                    logprobs[starts[future] : starts[future] + len(answer)] = answer
+                if not done:
+                    yield
         finally:
-            over.set()
+            for future in remaining:
+                future.cancel()
             self.waits_for = ""
         return logprobs
 
-    def _ask_all(
-        self,
-        todo: queue.SimpleQueue[Numbered],
-        done: queue.SimpleQueue[Said],
-        over: threading.Event,
-    ) -> None:
-        while not over.is_set():
-            try:
-                start, rows = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((start, self._ask(rows, over)))
-            except DoraError as error:
-                done.put((start, error))
-
-    def _ask(self, rows: Sequence[Row], over: threading.Event) -> list[list[float]]:
+    async def _ask(self, rows: Sequence[Row], turn: asyncio.Semaphore) -> list[list[float]]:
         options, pause_s = self._options, PAUSE_S
         body = {
             "model": options.model,
@@ -132,21 +107,20 @@ class EndpointTeacher:
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        for _ in range(options.retries_max):
+        async with turn:
+            for _ in range(options.retries_max):
+                with suppress(EndpointAway):
+                    return self._read(await self._endpoint.ask("/completions", body), rows)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
             try:
-                return self._read(self._endpoint.post("/completions", body), rows)
-            except EndpointAway:
-                if over.wait(pause_s):
-                    break
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
-        try:
-            return self._read(self._endpoint.post("/completions", body), rows)
-        except EndpointAway as error:
-            lasted = f"{error.message} (asked {options.retries_max + 1} times)"
-            hint = "no data is lost: continue this step with run --resume when it answers"
-            given_up = ResourceError(lasted, hint=hint)
-            given_up.waited_out = True
-            raise given_up from error
+                return self._read(await self._endpoint.ask("/completions", body), rows)
+            except EndpointAway as error:
+                lasted = f"{error.message} (asked {options.retries_max + 1} times)"
+                hint = "no data is lost: continue this step with run --resume when it answers"
+                given_up = ResourceError(lasted, hint=hint)
+                given_up.waited_out = True
+                raise given_up from error
 
     def _read(self, answer: bytes, rows: Sequence[Row]) -> list[list[float]]:
         where = self._endpoint.where
@@ -177,15 +151,3 @@ def _of(by_token: dict[int, _TokenLogprob] | None, token: int, where: str) -> fl
     if not abs(own.logprob) <= FLOAT32_MAX:
         raise NonFinite(f"{where} returned log-prob for token {token}: {own.logprob}")
     return float(np.float32(own.logprob))
-
-
-def _next(
-    done: queue.SimpleQueue[Said], threads: Sequence[threading.Thread]
-) -> Generator[None, None, Said]:
-    while True:
-        asked = any(thread.is_alive() for thread in threads)
-        try:
-            return done.get(timeout=_TURN_S)
-        except queue.Empty:
-            assert asked, "the teacher is closed"
-            yield

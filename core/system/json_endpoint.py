@@ -62,11 +62,14 @@ class JsonEndpoint:
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """Return the response body. Raises EndpointAway, EndpointRefused."""
+        return LOOP.run(self.ask(path, body)).result()
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Return as `post`, in `LOOP`."""
         import httpx2
 
-        content = msgspec.json.encode(body)
         try:
-            status, answer = LOOP.run(self._ask(path, content)).result()
+            status, answer = await self._ask(path, msgspec.json.encode(body))
         except TimeoutError:
             raise EndpointAway(
                 f"{self.where} did not answer completely within {self._timeout_s:g} s"

@@ -324,7 +324,7 @@ def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) 
         assert pool.deaths == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_call_gets_one_event_and_a_forgotten_one_none(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     texts = ["sleep 0.02"] * 8 + ["pid", "mixed pid", "raise", "exit", "later die", "die"]

@@ -17,14 +17,15 @@ from dora_pipe.cli.retrain import change_of
 from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.core.errors import UsageError
 from tests.support.batches import SETTINGS, make_batch
-from tests.unit.consumers.test_torch_objectives import Policy
+from tests.support.models import make_qwen2
+from tests.support.torch_policy import Policy
 
 ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "trainer.max_grad_norm": 1e6}
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"))
+    return Policy(tmp_path_factory.mktemp("policy"), make_qwen2, micro_batch_tokens=128)
 
 
 def batch_of(groups: int = 4, parts: tuple[int, ...] = ()) -> TrainBatch:

@@ -19,17 +19,16 @@ from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import FOLDER, WEIGHTS, a_name, b_name, base_of, stands_on
-from dora_pipe.store.model_dir import export_model, import_model, write_as
+from dora_pipe.store.model_dir import export_model, write_as
 from dora_pipe.store.safetensors_file import mapped, read_entries
-from dora_pipe.store.store import PolicyStore
 from tests.support.adapters import LAYERS, publish, random_adapter
 from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
 from tests.support.models import make_further, make_llama_gqa, make_qwen2, make_qwen3_moe
+from tests.support.torch_policy import Policy, gradients_of
 
 LORA = LoraOptions(rank=4, alpha=8.0, targets=LAYERS)
-PLAIN = TorchOptions(micro_batch_tokens=128, lora=LORA)
+PLAIN: dict[str, Any] = {"micro_batch_tokens": 128, "lora": LORA}
 SMALL = {**SETTINGS, "trainer.learning_rate": 1e-5}
 HALF = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -42,29 +41,14 @@ MODELS = {
 }
 
 
-class Policy:
-    def __init__(self, root: Path, make: Callable[[Path], Path], dtype: PolicyDtype) -> None:
-        self.store = PolicyStore(root / "policies")
-        self.manifest, assets = import_model(self.store, make(root / "model"), dtype)
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
-    def trainer(self, options: TorchOptions = PLAIN, weights: Path | None = None) -> TorchLearner:
-        learner = TorchLearner(self.assets, reference=weights or self.weights, options=options)
-        digest = self.manifest.digest
-        if weights is not None:
-            digest = write_as(weights, "float32", weights.with_suffix(".again")).digest
-        learner.load(weights or self.weights, digest=digest, optimizer=None)
-        return learner
-
-
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Policy]:
     policies: dict[str, Policy] = {}
 
     def policy(name: str) -> Policy:
         if name not in policies:
-            policies[name] = Policy(tmp_path_factory.mktemp(name), MODELS[name], "bfloat16")
+            root = tmp_path_factory.mktemp(name)
+            policies[name] = Policy(root, MODELS[name], "bfloat16", **PLAIN)
         return policies[name]
 
     return policy
@@ -81,9 +65,8 @@ def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = S
 
 
 def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
-    steps(trainer, settings={**SETTINGS, "trainer.minibatches": 1})
-    named = trainer._model.parameters()
-    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+    settings = {**SETTINGS, "trainer.minibatches": 1}
+    return gradients_of(trainer, make_batch(seed=0, step=0, groups=2, samples=3), settings)
 
 
 AGAIN = replace(CHUNKED, gradient_checkpointing=True, packing=True)
@@ -105,9 +88,12 @@ def test_a_base_that_is_held_narrow_gives_the_bits_of_one_in_float32(
     dtype: ComputeDtype,
     tmp_path: Path,
 ) -> None:
-    policy, options = policies(name), replace(PLAIN, memory=memory, dtype=dtype)
-    write_as(policy.weights, "float32", tmp_path / "wide")
-    narrow, wide = policy.trainer(options), policy.trainer(options, tmp_path / "wide")
+    policy, wide_path = policies(name), tmp_path / "wide"
+    digest = write_as(policy.weights, "float32", wide_path).digest
+    narrow = policy.trainer(memory=memory, dtype=dtype)
+    options = TorchOptions(**PLAIN, memory=memory, dtype=dtype)
+    wide = TorchLearner(policy.assets, reference=wide_path, options=options)
+    wide.load(wide_path, digest=digest, optimizer=None)
     begun = dict(narrow._model.parameters())
     with torch.no_grad():
         for matrix, other in wide._model.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,53 +11,33 @@ import pytest
 import torch
 
 from dora_pipe.config.section import ComputeDtype
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.learner import TorchLearner
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, head_logprobs
 from dora_pipe.consumers.learners.torch.model import computing
-from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa, make_qwen3_moe
+from tests.support.torch_policy import Policy, gradients_of
 
-PLAIN = TorchOptions(micro_batch_tokens=128)
 CHUNKED = MemoryOptions(head_chunk_tokens=7, mlp_chunk_tokens=16)
 NARROW = 2.0**-8
 """Relative step of bfloat16."""
 
 
-class Policy:
-    def __init__(self, root: Path, model: Callable[[Path], Path] = make_llama_gqa) -> None:
-        store = PolicyStore(root / "policies")
-        self.manifest, assets = import_model(store, model(root / "model"))
-        self.assets = store.assets_path(assets)
-        self.weights = store.weights_path(self.manifest.digest)
-
-    def trainer(self, dtype: ComputeDtype, options: TorchOptions = PLAIN) -> TorchLearner:
-        chosen = replace(options, dtype=dtype)
-        learner = TorchLearner(self.assets, reference=self.weights, options=chosen)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"))
+    return Policy(tmp_path_factory.mktemp("policy"), make_llama_gqa, micro_batch_tokens=128)
 
 
-def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
-    trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in trainer._model.parameters()
-        if parameter.grad is not None
-    }
+def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
+    return gradients_of(trainer, make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
 
 
 def test_logprobs_are_those_of_float32_to_the_type_and_no_nearer(policy: Policy) -> None:
     rows = [([1, 7, 9, 30, 4], [0, 0, 1, 1, 1]), ([3, 5, 8], [0, 1, 1])]
-    narrow, wide = (policy.trainer(entry).score(rows) for entry in ("bfloat16", "float32"))
-    apart = np.abs(np.concatenate(narrow) - np.concatenate(wide))
+    narrow, wide = (policy.trainer(dtype=entry) for entry in ("bfloat16", "float32"))
+    apart = np.abs(np.concatenate(narrow.score(rows)) - np.concatenate(wide.score(rows)))
     assert 0 < apart.max() < 8 * NARROW
+    assert narrow.numerics() == wide.numerics() | {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -67,27 +46,14 @@ def test_logprobs_are_those_of_float32_to_the_type_and_no_nearer(policy: Policy)
     ids=["at once", "in chunks", "in chunks, computed again, packed"],
 )
 def test_gradients_point_where_those_of_float32_do(policy: Policy, memory: MemoryOptions) -> None:
-    options = replace(PLAIN, memory=memory)
-    narrow = gradients(policy.trainer("bfloat16", options))
-    wide = gradients(policy.trainer("float32", options))
+    narrow, wide = (
+        gradients(policy.trainer(dtype=dtype, memory=memory)) for dtype in ("bfloat16", "float32")
+    )
     assert narrow.keys() == wide.keys()
     for name, entry in narrow.items():
         assert entry.dtype == torch.float32
         apart = float((entry - wide[name]).norm() / wide[name].norm())
         assert 0 < apart < 0.05, name
-
-
-def test_a_step_gives_equal_bits_every_time_and_its_fingerprint_says_the_type(
-    policy: Policy, tmp_path: Path
-) -> None:
-    digests = set()
-    for number in range(2):
-        trainer = policy.trainer("bfloat16", replace(PLAIN, memory=CHUNKED))
-        trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
-        digests.add(trainer.save_weights(tmp_path / str(number)).digest)
-    assert len(digests) == 1
-    assert trainer.numerics()["dtype"] == "bfloat16"
-    assert "dtype" not in policy.trainer("float32").numerics()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["held", "computed again"])
@@ -104,7 +70,8 @@ def test_experts_are_computed_in_it(
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     memory = MemoryOptions(gradient_checkpointing=again)
-    trainer = Policy(tmp_path, make_qwen3_moe).trainer(dtype, replace(PLAIN, memory=memory))
+    policy = Policy(tmp_path, make_qwen3_moe, micro_batch_tokens=128)
+    trainer = policy.trainer(dtype=dtype, memory=memory)
     operands.clear()
     actual_gradients = gradients(trainer)
     assert operands == {getattr(torch, dtype)}

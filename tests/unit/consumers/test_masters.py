@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.learner import TorchLearner
 from dora_pipe.consumers.learners.torch.masters import Masters
 from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import PolicyDtype
-from dora_pipe.store.model_dir import import_model, write_as
+from dora_pipe.store.model_dir import write_as
 from dora_pipe.store.safetensors_file import mapped, read_entries, read_manifest
-from dora_pipe.store.store import PolicyStore
-from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
+from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa
+from tests.support.torch_policy import Policy
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda x: abs(x) < 3e38)
 
@@ -84,23 +83,10 @@ def test_updates_too_small_for_bfloat16_add_up_as_in_float32() -> None:
     assert 0 < int((rounded.detach() != start).sum()) < len(start)
 
 
-class Policy:
-    def __init__(self, root: Path, dtype: PolicyDtype) -> None:
-        self.store = PolicyStore(root / "policies")
-        self.manifest, assets = import_model(self.store, make_llama_gqa(root / "model"), dtype)
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
-    def trainer(self) -> TorchLearner:
-        options = TorchOptions(micro_batch_tokens=128)
-        learner = TorchLearner(self.assets, reference=self.weights, options=options)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"), "bfloat16")
+    root = tmp_path_factory.mktemp("policy")
+    return Policy(root, make_llama_gqa, "bfloat16", micro_batch_tokens=128)
 
 
 def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(
@@ -122,19 +108,6 @@ def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(
     ]
     assert sum(entry.end - entry.start for entry in beyond) == 2 * total
     assert {entry.dtype for entry in beyond} == {"I16"}
-
-
-def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:
-    plain, ahead = states_with_a_part_ahead(policy.trainer, tmp_path / "state")
-    assert plain == ahead
-
-
-def test_fingerprint_says_what_is_published_where_that_is_not_float32(
-    policy: Policy, tmp_path: Path
-) -> None:
-    plain = Policy(tmp_path, "float32")
-    assert policy.trainer().numerics()["policies"] == "bfloat16"
-    assert "policies" not in plain.trainer().numerics()
 
 
 def test_weights_and_checkpoints_of_a_run_in_the_other_type_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,37 +18,18 @@ from dora_pipe.config.load import changed_keys
 from dora_pipe.config.model import Config
 from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners import registry
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel
 from dora_pipe.consumers.learners.torch.named_optimizers import parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.schemas.policy import PolicyDtype
-from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import read_entries
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, states_with_a_part_ahead
+from tests.support.configs import plain_config
 from tests.support.models import make_llama_gqa, make_qwen2
+from tests.support.torch_policy import Policy
 
 LIBRARY = "bitsandbytes"
-
-
-class Policy:
-    def __init__(self, root: Path, dtype: PolicyDtype, optimizer: OptimizerName) -> None:
-        self.optimizer = optimizer
-        self.store = PolicyStore(root / "policies")
-        model = make_llama_gqa(root / "model", hidden_size=48, intermediate_size=96)
-        self.manifest, assets = import_model(self.store, model, dtype)
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
-    def trainer(self, optimizer: OptimizerName | None = None) -> TorchLearner:
-        options = TorchOptions(
-            optimizer=optimizer or self.optimizer, weight_decay=0.1, micro_batch_tokens=128
-        )
-        learner = TorchLearner(self.assets, reference=self.weights, options=options)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
 
 
 KINDS: list[tuple[PolicyDtype, OptimizerName]] = [
@@ -62,7 +44,9 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     dtype, optimizer = request.param
     if optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes", reason="make test-adamw8bit")
-    return Policy(tmp_path_factory.mktemp("policy"), dtype, optimizer)
+    make = partial(make_llama_gqa, hidden_size=48, intermediate_size=96)
+    options = {"optimizer": optimizer, "weight_decay": 0.1, "micro_batch_tokens": 128}
+    return Policy(tmp_path_factory.mktemp("policy"), make, dtype, **options)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -164,7 +148,7 @@ def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Pa
     names = {entry.name.partition("/")[0] for entry in read_entries(tmp_path / "whole")}
     remainders = {"remainder"} if policy.manifest.dtype == "bfloat16" else set()
     own = {"muon": {"momentum_buffer"}, "adamw8bit": {"state1", "absmax1", "state2", "absmax2"}}[
-        policy.optimizer
+        policy.options["optimizer"]
     ]
     assert names == {"steps", "exp_avg", "exp_avg_sq"} | own | remainders
 
@@ -177,9 +161,9 @@ def test_updates_ahead_are_taken_back_bit_for_bit(policy: Policy, tmp_path: Path
 def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
     policy: Policy, tmp_path: Path
 ) -> None:
-    plain, named = policy.trainer("adamw"), policy.trainer()
+    plain, named = policy.trainer(optimizer="adamw"), policy.trainer()
     optimizer = named.numerics().pop("optimizer")
-    assert optimizer.partition(" ")[0] == policy.optimizer
+    assert optimizer.partition(" ")[0] == policy.options["optimizer"]
     assert named.numerics() == plain.numerics() | {"optimizer": optimizer}
     for entry, other in ((plain, named), (named, plain)):
         entry.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
@@ -189,13 +173,7 @@ def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
 
 
 def config(**sections: dict[str, object]) -> Config:
-    plain: dict[str, object] = {
-        "run": {"name": "r", "steps": 1},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-        "trainer": {"optimizer": "muon"},
-    }
-    return msgspec.convert(plain | sections, Config)
+    return msgspec.convert(plain_config(trainer={"optimizer": "muon"}) | sections, Config)
 
 
 def test_what_it_does_not_go_with_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tests of packed attention: per-sequence computation equals a mask."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.consumers.learners.torch import model, packed_attention
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions, checkpoint_layers
 from dora_pipe.consumers.learners.torch.model import Passage, passage_of, score
 from dora_pipe.consumers.learners.torch.network import build
@@ -23,8 +23,6 @@ from dora_pipe.consumers.learners.torch.packed_attention import (
     plain,
     set_attention,
 )
-from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import (
     make_deepseek_v2,
@@ -34,6 +32,7 @@ from tests.support.models import (
     make_qwen2,
     make_qwen3_moe,
 )
+from tests.support.torch_policy import Policy
 
 NEAR = 1e-6
 """Relative error of another summation order in float32."""
@@ -191,25 +190,11 @@ def test_attention_that_the_kernel_has_not_goes_by_a_mask(tmp_path: Path, key: s
     assert network.config._attn_implementation == "sdpa"
 
 
-class Policy:
-    def __init__(self, root: Path) -> None:
-        self.store = PolicyStore(root / "policies")
-        qwen2 = make_qwen2(root / "model", num_key_value_heads=2, context_tokens=32_000)
-        self.manifest, assets = import_model(self.store, qwen2)
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
-    def trainer(self, **options: Any) -> TorchLearner:
-        memory = MemoryOptions(packing=True, gradient_checkpointing=True, head_chunk_tokens=64)
-        given_options = TorchOptions(memory=memory, **options)
-        learner = TorchLearner(self.assets, reference=self.weights, options=given_options)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"))
+    make = partial(make_qwen2, num_key_value_heads=2, context_tokens=32_000)
+    memory = MemoryOptions(packing=True, gradient_checkpointing=True, head_chunk_tokens=64)
+    return Policy(tmp_path_factory.mktemp("policy"), make, memory=memory)
 
 
 def test_step_names_its_way_and_goes_the_way_of_an_older_log(

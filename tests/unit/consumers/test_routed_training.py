@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from dora_pipe.audit.mismatch import measure
 from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.routing import RoutedExperts
@@ -22,42 +22,27 @@ from dora_pipe.producers.engines.engine import TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.routes import Routes
-from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, make_trajectory, routed
 from tests.support.engine_contract import request as engine_request
 from tests.support.models import MIXTURE
 from tests.support.torch_engines import make
+from tests.support.torch_policy import Policy, gradients_of
 
 PROMPT = [1, *range(20, 36)]
+AGAIN = MemoryOptions(gradient_checkpointing=True)
+LAID: list[dict[str, Any]] = [
+    {"memory": MemoryOptions(packing=True)},
+    {"micro_batch_tokens": 60},
+]
 NEAR = 1e-5
 """Tolerance in nats between engine and trainer with equal weights and experts."""
 
 
-class Policy:
-    def __init__(self, kind: str, root: Path) -> None:
-        self.kind, self.directory = kind, make(kind, root / "model")
-        self.store = PolicyStore(root / "policies")
-        self.manifest, assets = import_model(self.store, self.directory)
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
+class Mixture(Policy):
     def model(self) -> TorchModel:
         model = TorchModel(self.assets, device="cpu")
         model.load(self.weights)
         return model
-
-    def trainer(
-        self, micro_batch_tokens: int = 4096, router_aux_loss: float = 0.0, **memory: Any
-    ) -> TorchLearner:
-        options = TorchOptions(
-            micro_batch_tokens=micro_batch_tokens,
-            memory=MemoryOptions(**memory),
-            router_aux_loss=router_aux_loss,
-        )
-        learner = TorchLearner(self.assets, reference=self.weights, options=options)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
 
     def sampled(self) -> TokensSampled:
         engine = TorchEngine.open(
@@ -70,13 +55,13 @@ class Policy:
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "grouped"])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(request.param, tmp_path_factory.mktemp(request.param))
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    return Mixture(tmp_path_factory.mktemp(request.param), partial(make, request.param))
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy("qwen3_moe", tmp_path_factory.mktemp("one"))
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    return Mixture(tmp_path_factory.mktemp("one"), partial(make, "qwen3_moe"))
 
 
 def logprobs(model: TorchModel, sampled: TokensSampled, routes: Routes | None) -> torch.Tensor:
@@ -94,7 +79,7 @@ def turned(routes: Routes) -> Routes:
     return Routes.of(choices, routes.experts)
 
 
-def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Policy) -> None:
+def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Mixture) -> None:
     text, model = policy.sampled(), policy.model()
     assert text.routes is not None
     recorded = torch.tensor(text.logprobs)
@@ -106,7 +91,7 @@ def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Policy) -
     assert float((logprobs(model, text, None) - recorded).abs().max()) < NEAR
 
 
-def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
+def test_experts_of_another_model_are_refused(qwen3: Mixture) -> None:
     text, model = qwen3.sampled(), qwen3.model()
     assert text.routes is not None
     many = Routes.of(text.routes.choices[:, :1], 8)
@@ -143,7 +128,7 @@ def test_a_router_of_deepseek_that_chooses_group_by_group_takes_experts_of_a_rec
 def test_a_disturbance_of_the_router_is_called_routing(
     planted: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    policy = Policy("glm4_moe", tmp_path_factory.mktemp("planted"))
+    policy = Mixture(tmp_path_factory.mktemp("planted"), partial(make, "glm4_moe"))
     engine = TorchEngine.open(policy.directory, slots=4, context_tokens=64, threads=1, routes=True)
     experts = engine._weights.layers[1].experts if engine._weights else None
     assert experts is not None and experts.choice_bias is not None
@@ -185,15 +170,10 @@ def test_a_disturbance_of_the_router_is_called_routing(
     assert measurement.plain()["causes"]["routing"]["share"] == share
 
 
-def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
-    trainer = policy.trainer(**options)
+def gradients(policy: Mixture, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
     step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
-    trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in trainer._model.parameters()
-        if parameter.grad is not None
-    }
+    step |= {"trainer.max_grad_norm": 1e9}
+    return gradients_of(policy.trainer(**options), batch, step)
 
 
 def apart(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -202,18 +182,18 @@ def apart(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
     return float(np.sqrt(gap / sum(float(b.square().sum()) for _, b in pairs)))
 
 
-def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) -> None:
+def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Mixture) -> None:
     batch = routed(make_batch(seed=0), layers=2)
     logged = gradients(qwen3, batch)
     assert apart(gradients(qwen3, make_batch(seed=0)), logged) > 1e-2
     assert float(logged["model.layers.1.mlp.gate.weight"].abs().max()) > 0
-    again = gradients(qwen3, batch, gradient_checkpointing=True)
+    again = gradients(qwen3, batch, memory=AGAIN)
     assert all(torch.equal(again[name], fact) for name, fact in logged.items())
-    for options in ({"packing": True}, {"micro_batch_tokens": 60}):
+    for options in LAID:
         assert apart(gradients(qwen3, batch, **options), logged) < 1e-5
 
 
-def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:
+def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Mixture) -> None:
     model, ids = qwen3.model(), [list(range(4, 14)), list(range(20, 51))]
     rows = [(token_id, [0, *[1] * (len(token_id) - 1)], [0.0] * len(token_id)) for token_id in ids]
     passage = passage_of(rows, width=40, device="cpu")
@@ -224,7 +204,7 @@ def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy
 
 
 def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
-    qwen3: Policy,
+    qwen3: Mixture,
 ) -> None:
     batch = routed(make_batch(seed=0), layers=2)
     plain, full = (gradients(qwen3, batch, router_aux_loss=entry) for entry in (0.0, 0.5))
@@ -233,9 +213,9 @@ def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
     added = full[gate] - plain[gate]
     torch.testing.assert_close(twice[gate] - plain[gate], 2 * added, rtol=1e-3, atol=1e-6)
     assert float(added.abs().max()) > 1e-4
-    again = gradients(qwen3, batch, router_aux_loss=0.5, gradient_checkpointing=True)
+    again = gradients(qwen3, batch, router_aux_loss=0.5, memory=AGAIN)
     assert all(torch.equal(again[name], entry) for name, entry in full.items())
-    for options in ({"packing": True}, {"micro_batch_tokens": 60}):
+    for options in LAID:
         laid = gradients(qwen3, batch, router_aux_loss=0.5, **options)
         assert apart(laid, full) < 1e-5
     # One sequence per pass: a router near a tie then chooses the same.
@@ -252,6 +232,6 @@ def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
 
 def test_a_model_without_a_loss_of_routers_is_refused_by_name(tmp_path: Path) -> None:
     for kind in ("qwen2", "glm4_moe"):
-        policy = Policy(kind, tmp_path / kind)
+        policy = Mixture(tmp_path / kind, partial(make, kind))
         with pytest.raises(PolicyError, match=r"trainer\.router_aux_loss: transformers has no"):
             policy.trainer(router_aux_loss=0.1)

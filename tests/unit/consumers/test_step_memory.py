@@ -1,6 +1,5 @@
 """Tests that memory limits of a step change only summation order."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.learner import TorchLearner
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import (
     MemoryOptions,
@@ -21,10 +20,9 @@ from dora_pipe.consumers.learners.torch.memory import (
 )
 from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.model_dir import import_model
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_qwen2
+from tests.support.torch_policy import Policy, gradients_of
 
 NEAR = 1e-6
 """Relative error of another summation order in float32."""
@@ -88,32 +86,20 @@ def test_token_ids_without_a_token_have_no_share_of_the_distribution(
     assert gradient.isfinite().all() and not gradient[15:].any() and gradient[:15].any()
 
 
-class Policy:
-    def __init__(self, root: Path) -> None:
-        self.store = PolicyStore(root / "policies")
-        self.manifest, assets = import_model(self.store, make_qwen2(root / "model"))
-        self.assets = self.store.assets_path(assets)
-        self.weights = self.store.weights_path(self.manifest.digest)
+def gradients(policy: Policy, batch: TrainBatch, **memory: Any) -> dict[str, Tensor]:
+    step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
+    step |= {"trainer.max_grad_norm": 1e9}
+    return gradients_of(trainer_of(policy, **memory), batch, step)
 
-    def trainer(
-        self, lora: LoraOptions | None = None, micro_batch_tokens: int = 16_384, **memory: Any
-    ) -> TorchLearner:
-        options = TorchOptions(
-            lora=lora, micro_batch_tokens=micro_batch_tokens, memory=MemoryOptions(**memory)
-        )
-        learner = TorchLearner(self.assets, reference=self.weights, options=options)
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
 
-    def gradients(self, batch: TrainBatch, **options: Any) -> dict[str, Tensor]:
-        trainer = self.trainer(**options)
-        step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
-        trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
-        return {
-            name: parameter.grad.clone()
-            for name, parameter in trainer._model.parameters()
-            if parameter.grad is not None
-        }
+def trainer_of(
+    policy: Policy,
+    lora: LoraOptions | None = None,
+    micro_batch_tokens: int = 16_384,
+    **memory: Any,
+) -> TorchLearner:
+    options = {"lora": lora, "micro_batch_tokens": micro_batch_tokens}
+    return policy.trainer(memory=MemoryOptions(**memory), **options)
 
 
 BATCH = make_batch(seed=3, groups=3, samples=3)
@@ -121,7 +107,7 @@ BATCH = make_batch(seed=3, groups=3, samples=3)
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"))
+    return Policy(tmp_path_factory.mktemp("policy"), make_qwen2)
 
 
 LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "down_proj", "lm_head"))
@@ -133,11 +119,11 @@ LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "down_proj", "lm_head")
 def test_step_in_chunks_has_the_gradients_of_one_without(
     policy: Policy, lora: LoraOptions | None, packing: bool, chunk: str
 ) -> None:
-    gradients = policy.gradients(BATCH, lora=lora, packing=packing)
-    cut = policy.gradients(BATCH, lora=lora, packing=packing, **{chunk: 7})
-    assert gradients.keys() == cut.keys()
-    assert gradients
-    for name, gradient in gradients.items():
+    plain = gradients(policy, BATCH, lora=lora, packing=packing)
+    cut = gradients(policy, BATCH, lora=lora, packing=packing, **{chunk: 7})
+    assert plain.keys() == cut.keys()
+    assert plain
+    for name, gradient in plain.items():
         if float(gradient.norm()):
             assert apart(cut[name], gradient) < NEAR, name
 
@@ -146,7 +132,8 @@ def test_step_in_chunks_has_the_gradients_of_one_without(
 def test_step_with_gradient_checkpointing_has_equal_bits_and_computes_layers_twice(
     policy: Policy, lora: LoraOptions | None
 ) -> None:
-    trainer, again = policy.trainer(lora), policy.trainer(lora, gradient_checkpointing=True)
+    trainer = trainer_of(policy, lora)
+    again = trainer_of(policy, lora, gradient_checkpointing=True)
     assert [counted(entry) for entry in (trainer, again)] == [1, 2]
     assert trainer.manifest().digest == again.manifest().digest
     assert trainer.numerics() == again.numerics()
@@ -158,9 +145,7 @@ def test_offloaded_step_on_a_gpu_has_equal_bits_and_holds_less_of_it(policy: Pol
     digests, peaks = set(), []
     for away in (False, True):
         memory = MemoryOptions(gradient_checkpointing=True, activation_offload=away)
-        options = TorchOptions(device="cuda", memory=memory)
-        trainer = TorchLearner(policy.assets, reference=policy.weights, options=options)
-        trainer.load(policy.weights, digest=policy.manifest.digest, optimizer=None)
+        trainer = policy.trainer(device="cuda", memory=memory)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer.train(BATCH, step)
@@ -196,17 +181,8 @@ def test_step_whose_sequences_share_lines_has_the_gradients_of_one_without(
     policy: Policy, seed: int, longest: int, tokens: int
 ) -> None:
     batch = make_batch(seed=seed, groups=3, samples=3, tokens=(1, longest))
-    gradients = policy.gradients(batch, micro_batch_tokens=tokens)
-    packed = policy.gradients(batch, micro_batch_tokens=tokens, packing=True)
-    assert gradients.keys() == packed.keys()
-    for name, gradient in gradients.items():
+    plain = gradients(policy, batch, micro_batch_tokens=tokens)
+    packed = gradients(policy, batch, micro_batch_tokens=tokens, packing=True)
+    assert plain.keys() == packed.keys()
+    for name, gradient in plain.items():
         assert apart(packed[name], gradient) < NEAR, name
-
-
-def test_packed_step_gives_equal_bits_again(policy: Policy) -> None:
-    digests = set()
-    for _ in range(2):
-        trainer = policy.trainer(packing=True, gradient_checkpointing=True, head_chunk_tokens=7)
-        trainer.train(BATCH, SETTINGS)
-        digests.add(trainer.manifest().digest)
-    assert len(digests) == 1

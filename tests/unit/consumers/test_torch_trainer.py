@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.consumers.learners.learner import Reference, Settings, TrainBatch
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.learner import TorchLearner
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.core.errors import ConfigError, NonFinite, PolicyError
 from dora_pipe.schemas.policy import Manifest
@@ -19,33 +19,19 @@ from dora_pipe.store.model_dir import export_model, import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, poisoned
 from tests.support.models import make_llama_gqa, make_qwen2
+from tests.support.torch_policy import Policy
+
+MAKE = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}
 
 
-class Policy:
-    def __init__(self, root: Path, name: str) -> None:
-        self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
-        self.store = PolicyStore(root / "policies")
-        self.manifest, self.assets = import_model(self.store, self.directory)
-        self.weights = self.store.weights_path(self.manifest.digest)
-
-    def trainer(self, **options: Any) -> TorchLearner:
-        learner = TorchLearner(
-            self.store.assets_path(self.assets),
-            reference=self.weights,
-            options=TorchOptions(**options),
-        )
-        learner.load(self.weights, digest=self.manifest.digest, optimizer=None)
-        return learner
-
-
-@pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
+@pytest.fixture(scope="module", params=MAKE)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp(str(request.param)), str(request.param))
+    return Policy(tmp_path_factory.mktemp(request.param), MAKE[request.param])
 
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("qwen2"), "qwen2")
+    return Policy(tmp_path_factory.mktemp("qwen2"), make_qwen2)
 
 
 def transformers_model(directory: Path, **options: Any) -> Any:
@@ -133,6 +119,8 @@ def test_step_is_that_of_a_plain_implementation(
 
     assert result.metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    assert result.metrics["masked"] == sum(not entry.valid for entry in trajectories) > 0
     for name, parameter in plain.named_parameters():
         ours = dict(trainer._model.parameters())[name]
         # AdamW's first update is the gradient's sign, which may differ for noise.
@@ -198,18 +186,8 @@ class TorchModelState:
         assert not unexpected
 
 
-def test_cutting_a_minibatch_into_passes_does_not_change_its_gradient(policy: Policy) -> None:
-    settings = {**SETTINGS, "trainer.minibatches": 1}
-    batch = make_batch(seed=4, groups=4, samples=4)
-    metrics = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).metrics
-    cut = policy.trainer(micro_batch_tokens=64).train(batch, settings).metrics
-    assert cut["padded_tokens"] < metrics["padded_tokens"]
-    assert cut["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
-    assert cut["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
-
-
 def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: Policy) -> None:
-    model = TorchModel(policy.store.assets_path(policy.assets), device="cpu")
+    model = TorchModel(policy.assets, device="cpu")
     model.load(policy.weights)
     assert model.lean
     rows: list[tuple[list[int], list[int], list[float | None]]] = [
@@ -225,31 +203,6 @@ def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: 
     assert logprobs.tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
     model.lean = False
     assert torch.allclose(model.logprobs(passage), logprobs, atol=1e-6)
-
-
-def test_invalid_samples_are_counted_and_move_nothing(qwen2: Policy) -> None:
-    settings = {**SETTINGS, "trainer.minibatches": 1}
-    batch = make_batch(seed=5, groups=3, samples=4, valid=0.6)
-    bare = TrainBatch(
-        step=0,
-        groups=[
-            type(group)(
-                group=group.group,
-                version=0,
-                trajectories=[trajectory for trajectory in group.trajectories if trajectory.valid],
-            )
-            for group in batch.groups
-        ],
-    )
-    masked = sum(
-        not trajectory.valid for group in batch.groups for trajectory in group.trajectories
-    )
-    assert masked > 0
-    trainer, other = qwen2.trainer(), qwen2.trainer()
-    metrics = trainer.train(batch, settings).metrics
-    other.train(bare, settings)
-    assert metrics["masked"] == masked
-    assert trainer.manifest() == other.manifest()
 
 
 def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2: Policy) -> None:
@@ -350,14 +303,14 @@ def test_settings_of_another_type_are_a_config_error(qwen2: Policy, change: dict
 
 
 def test_tied_weights_are_written_once_and_load_with_transformers(tmp_path: Path) -> None:
-    policy = Policy(tmp_path, "llama-gqa")
+    policy = Policy(tmp_path, make_llama_gqa)
     trainer = policy.trainer()
     trainer.train(make_batch(seed=1, groups=2), SETTINGS)
     manifest: Manifest = policy.store.publish_weights(trainer.save_weights)
     names = [tensor.name for tensor in manifest.tensors]
     assert "lm_head.weight" not in names
     assert names == [tensor.name for tensor in policy.manifest.tensors]
-    export_model(policy.store, manifest.digest, policy.assets, tmp_path / "out")
+    export_model(policy.store, manifest.digest, policy.assets.name, tmp_path / "out")
     loaded, info = transformers_model(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

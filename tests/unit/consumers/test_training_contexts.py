@@ -19,16 +19,14 @@ from dora_pipe.consumers.learners.deepspeed.commands import shares
 from dora_pipe.consumers.learners.learner import StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import Pass, updates_of
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.objectives.registry import needs_whole, objective_kind
 from dora_pipe.schemas.context_tokens import contexts_of, counted_places
-from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.safetensors_file import Entry, mapped, read_entries
-from dora_pipe.store.store import PolicyStore
 from tests.support.batches import make_batch, with_teacher
 from tests.support.contexts import branched_batch, cut_in_two, in_two_turns
 from tests.support.models import make_qwen2
 from tests.support.objectives import OF_TRAINER, objective_settings
+from tests.support.torch_policy import Policy
 
 EVERY: dict[str, dict[str, Any]] = {
     "grpo": {"kind": "grpo"},
@@ -46,24 +44,14 @@ SMALL = 40
 """Padded tokens of a pass too small for every trajectory."""
 
 
-class Policy:
-    def __init__(self, root: Path) -> None:
-        self.directory = make_qwen2(root / "model")
-        self.root = root
-        self.store = PolicyStore(root / "policies")
-        self.manifest, self.assets = import_model(self.store, self.directory)
-
-    def step(self, batch: TrainBatch, tokens: int = 4096, **keys: Any) -> tuple[StepResult, Any]:
-        weights = self.store.weights_path(self.manifest.digest)
-        options = TorchOptions(micro_batch_tokens=tokens)
-        learner = TorchLearner(
-            self.store.assets_path(self.assets), reference=weights, options=options
-        )
-        learner.load(weights, digest=self.manifest.digest, optimizer=None)
-        result = learner.train(batch, settings(tokens, **keys))
-        learner.save_optimizer(self.root / "after")
-        with mapped(self.root / "after") as data:
-            return result, _gradients(data, read_entries(self.root / "after"))
+def step(
+    policy: Policy, batch: TrainBatch, tokens: int = 4096, **keys: Any
+) -> tuple[StepResult, Any]:
+    learner = policy.trainer(micro_batch_tokens=tokens)
+    result = learner.train(batch, settings(tokens, **keys))
+    learner.save_optimizer(policy.root / "after")
+    with mapped(policy.root / "after") as data:
+        return result, _gradients(data, read_entries(policy.root / "after"))
 
 
 def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarray[Any, Any]]:
@@ -86,7 +74,7 @@ def step_of(tokens: int = 4096, **keys: Any) -> StepSettings:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(tmp_path_factory.mktemp("policy"))
+    return Policy(tmp_path_factory.mktemp("policy"), make_qwen2)
 
 
 def assert_same_step(entry: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
@@ -113,7 +101,7 @@ def test_a_turn_that_stands_in_a_context_of_its_own_is_trained_as_it_was(
     batch = in_two_turns(make_batch(seed=3, groups=3, tokens=(6, 24)))
     if "teacher_weight" in keys:
         batch = with_teacher(batch)
-    assert_same_step(policy.step(batch, **keys), policy.step(cut_in_two(batch), **keys))
+    assert_same_step(step(policy, batch, **keys), step(policy, cut_in_two(batch), **keys))
 
 
 @pytest.mark.parametrize("keys", EVERY.values(), ids=EVERY)
@@ -123,7 +111,7 @@ def test_contexts_that_do_not_fit_in_one_pass_are_trained_as_those_that_do(
     batch = branched_batch(seed=5)
     if "teacher_weight" in keys:
         batch = with_teacher(batch)
-    assert_same_step(policy.step(batch, **keys), policy.step(batch, SMALL, **keys))
+    assert_same_step(step(policy, batch, **keys), step(policy, batch, SMALL, **keys))
 
 
 def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]:
@@ -146,7 +134,7 @@ def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]
 def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, tokens: int) -> None:
     batch = branched_batch(seed=7, groups=1, samples=3)
     keys = {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}
-    result, _ = policy.step(batch, tokens, **keys)
+    result, _ = step(policy, batch, tokens, **keys)
     logprobs = plain_logprobs(policy, batch)
     trajectories = batch.groups[0].trajectories
     rewards = np.array([trajectory.reward for trajectory in trajectories])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from dora_pipe.bus.bus import Bus
 from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.observe.traces import names
-from dora_pipe.observe.traces.span import Link, Span
+from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.topics import Topics
 from tests.support.ledgers import build_ledger
@@ -115,13 +115,6 @@ def check_way(trajectory: Span, below: Sequence[Span]) -> None:
     attempts = [span.attributes[names.OUTCOME] for span in below if span.stage == "generated"]
     assert attempts[-1] == "logged"
     assert "logged" not in attempts[:-1]
-
-
-def links_to(spans: Iterable[Span], span: Span) -> list[Link]:
-    positions = span.trace_id, span.span_id
-    return [
-        link for span in spans for link in span.links if (link.trace_id, link.span_id) == positions
-    ]
 
 
 def _by(spans: Sequence[Span], key: Callable[[Span], str]) -> Mapping[str, list[Span]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.engines.engine import Array
-from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
+from dora_pipe.producers.engines.prefixes import KeptPrefixes
 from dora_pipe.producers.engines.slots import Integers
 
 WEIGHTS = ("aa", "bb")
@@ -89,18 +89,6 @@ def test_sequence_beyond_the_bound_is_not_kept_and_pushes_nothing_out() -> None:
     assert find_cached(kept, "aa", [1, 2, 3]) == 3
 
 
-def test_weights_that_are_gone_take_theirs_along() -> None:
-    kept = KeptPrefixes(tokens_max=100)
-    for weights in WEIGHTS:
-        keep(kept, weights, [1, 2, 3])
-        keep(kept, weights, [1, 2, 4])
-    kept.retain({"bb"})
-    assert (find_cached(kept, "aa", [1, 2, 3]), find_cached(kept, "bb", [1, 2, 3])) == (0, 3)
-    assert kept.tokens == 4
-    kept.retain(())
-    assert kept.tokens == 0 and keep(kept, "bb", [1]) == [(0, 1)]
-
-
 SEQUENCES = st.lists(st.integers(0, 2), max_size=9)
 WORKS = st.lists(
     st.tuples(st.sampled_from(("keep", "find", "retain")), st.sampled_from(WEIGHTS), SEQUENCES)
@@ -122,13 +110,6 @@ def test_held_tokens_are_those_of_the_tree_and_never_more_than_the_bound(
         else:
             kept.retain({weights})
         assert kept.tokens == _tokens(kept) <= tokens_max
-
-
-@given(SEQUENCES, SEQUENCES)
-def test_common_beginning_is_that_of_two_lists(one: list[int], other: list[int]) -> None:
-    size = common_prefix(ids_of(one), ids_of(other))
-    assert one[:size] == other[:size]
-    assert one[size : size + 1] != other[size : size + 1] or size == len(one) == len(other)
 
 
 def _tokens(kept: KeptPrefixes) -> int:

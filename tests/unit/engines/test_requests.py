@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,7 @@ from dora_pipe.producers.engines.engine import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.requests import WINDOW_TOKENS_MAX, RunningRequest, StopText
-from dora_pipe.producers.engines.vllm.core import token_kv_values, token_seed
+from dora_pipe.producers.engines.vllm.core import token_kv_values
 
 
 def bytes_decode(tokens: Sequence[int]) -> str:
@@ -57,11 +56,6 @@ def test_a_watcher_that_starts_later_sees_what_the_first_would_have_seen(
     if full_stop is not None:
         cut = data.draw(st.integers(0, full_stop - 1))
         assert first_stop(text.encode(), (stop,), cut) == full_stop
-
-
-def test_what_stood_before_does_not_stop_what_comes() -> None:
-    assert first_stop(b"a stop b", ("stop",), sampled=6) is None
-    assert first_stop(b"a stop b stop c", ("stop", "longer than all"), sampled=6) == 13
 
 
 def test_the_space_that_a_tokenizer_drops_at_the_start_is_seen_in_the_middle() -> None:
@@ -117,13 +111,6 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
     assert row.sequence == [1, 2, 3, *range(count)] and row.emit() is None
 
 
-def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
-    stops = StopText(lambda ids: "".join(chr(64 + token_id) for token_id in ids), ("BC",), [])
-    row = _row(stops=stops)
-    assert [row.sample(token, -1.0, -1.0, 99) for token in (1, 2, 3)] == [None, None, "stop"]
-    assert row.tokens == [1, 2, 3]
-
-
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float) -> None:
     row = _row()
@@ -140,31 +127,6 @@ def row_tokens(row: RunningRequest, tokens: list[int]) -> object:
     for token in tokens:
         copy.sample(token, -1.0, -1.0, 99)
     return copy.emit()
-
-
-@pytest.mark.parametrize(
-    ("change", "plain"),
-    [
-        ({}, True),
-        ({"temperature": 0.5}, False),
-        ({"temperature": 0.0}, False),
-        ({"top_k": 3}, False),
-        ({"top_p": 0.9}, False),
-        ({"min_p": 0.1}, False),
-        ({"temperature": 0.5, "logprob_temperature": 0.5}, True),
-        ({"temperature": 0.5, "logprob_temperature": 0.5, "top_k": 3}, False),
-    ],
-)
-def test_only_an_unchanged_distribution_is_plain(change: dict[str, float], plain: bool) -> None:
-    assert replace(SamplingParams(), **change).plain is plain  # type: ignore[arg-type]
-
-
-@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
-def test_seeds_of_tokens_fit_and_differ_by_position(seed: int, position: int) -> None:
-    result = token_seed(seed, position)
-    assert 0 <= result < 2**63
-    assert result == token_seed(seed, position) != token_seed(seed, position + 1)
-    assert result != token_seed(seed ^ 1, position)
 
 
 def test_kv_of_a_token_counts_keys_and_values_of_all_layers() -> None:

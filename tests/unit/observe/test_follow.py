@@ -51,15 +51,6 @@ def _sender(
     return TraceSender(bus, run.topics, sink, clock=clock, checkpoint=checkpoint)
 
 
-def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
-    sink = Sink()
-    sent = _sender(bus, recorded, sink, VirtualClock()).follow()
-    assert sent.whole
-    assert sink.spans == traces_of(bus, recorded.topics)
-    assert sent.spans == len(sink.spans)
-    assert sent.groups == sum(span.stage == "group" for span in sink.spans)
-
-
 def test_resumed_follower_goes_on_where_it_was(
     bus: SqliteBus, recorded: RecordedRun, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.observe.traces import names, tree
-from dora_pipe.observe.traces.ids import RunKey, group_trace, span_id, step_trace, traceparent
+from dora_pipe.observe.traces.ids import step_trace
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import group_spans, step_spans
 from dora_pipe.schemas.rounds import Dispatch, End, Fence, TakePart
@@ -31,7 +31,7 @@ from tests.support.account_stage import (
     taken,
     whole,
 )
-from tests.support.traces import check_way, check_whole, links_to
+from tests.support.traces import check_way, check_whole
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "traces"
 
@@ -121,72 +121,6 @@ def test_tree_of_one_trajectory_leaves_its_samples_out() -> None:
     assert drawn == (GOLDEN / "trajectory.txt").read_text()
     assert SECOND in drawn
     assert FIRST not in drawn
-
-
-def test_step_and_its_trajectories_link_each_other() -> None:
-    spans = _spans(whole())
-    step = _one(spans, "step")
-    assert [link.attributes[names.TRAJECTORY] for link in step.links] == [FIRST, SECOND]
-    for name in (FIRST, SECOND):
-        own = next(span for span in spans if span.attributes.get(names.TRAJECTORY) == name)
-        assert len(links_to(spans, own)) == 1
-    trained = _one(spans, "trained")
-    assert [(link.trace_id, link.span_id) for link in trained.links] == [
-        (step.trace_id, step.span_id)
-    ]
-
-
-def test_ids_follow_from_the_run_and_what_a_span_is_about() -> None:
-    key = RunKey("told", at(0))
-    spans = _spans(whole())
-    root = _one(spans, "group")
-    assert root.trace_id == group_trace(key, GROUP)
-    assert root.span_id == span_id(root.trace_id, "group")
-    assert _one(spans, "step").trace_id == step_trace(key, 4)
-    assert traceparent(root.trace_id, root.span_id) == f"00-{root.trace_id}-{root.span_id}-01"
-    assert len(root.trace_id) == 32
-    assert len(root.span_id) == 16
-    other_day = RunKey("told", at(0) + 1)
-    assert group_trace(other_day, GROUP) != root.trace_id
-
-
-def test_request_speaks_the_words_of_the_conventions() -> None:
-    attempt = next(span for span in _spans(whole()) if span.stage == "generated")
-    attributes = dict(attempt.attributes)
-    assert attributes["gen_ai.operation.name"] == "text_completion"
-    assert attributes["gen_ai.request.model"] == "small"
-    assert attributes["gen_ai.response.model"] == "small@3"
-    assert attributes["gen_ai.usage.input_tokens"] == 5
-    assert attributes["gen_ai.usage.output_tokens"] == 20
-    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
-    assert attributes["gen_ai.request.max_tokens"] == 64
-    assert attributes["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.030)
-    tool = _one(_spans(whole()), "tool")
-    assert tool.attributes["gen_ai.operation.name"] == "execute_tool"
-    assert tool.attributes["gen_ai.tool.name"] == "calculator"
-
-
-def test_record_speaks_the_words_of_the_conventions() -> None:
-    published = _one(_spans(whole()), "published", SECOND)
-    attributes = dict(published.attributes)
-    assert published.kind == "producer"
-    assert attributes["messaging.system"] == "sqlite"
-    assert attributes["messaging.destination.name"] == "told.trajectories"
-    assert attributes["messaging.destination.partition.id"] == "1"
-    assert attributes["messaging.kafka.offset"] == 10
-    assert attributes["messaging.message.id"] == SECOND
-
-
-def test_move_is_an_event_and_the_first_token_is_told_once() -> None:
-    spans = _spans(whole())
-    events = [
-        (span.attributes[names.WORKER], e.name, e.at_ns) for span in spans for e in span.events
-    ]
-    assert events == [
-        ("w0", "first token", at(130)),
-        ("w1", "first token", at(170)),
-        ("w1", "migration requested", at(300)),
-    ]
 
 
 def test_records_that_are_gone_leave_a_path_without_turns() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from dora_pipe.schemas.metrics import Blocker, FailingServer, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, START_NS
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.stats_stage import Stage, stats_of
+from tests.support.stats_stage import Stage
 
 
 def _texts(panel: Panel) -> list[str]:
@@ -136,17 +134,3 @@ def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:
     stage = Stage()
     later = frame(stage.stats, stage.now_ns + STOPPED_NS + SECOND_NS)
     assert later.head == "tiny: step 0 of 4, 0.0 s since its start, no record since"
-
-
-def test_every_line_of_a_whole_runs_frame_is_one_line(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    recorded: RecordedRun = recorded_in(tmp_path_factory.getbasetemp())
-    with closing(recorded.open()) as bus:
-        stats = stats_of(bus, recorded.topics)
-    shown = frame(stats, stats.last_ns)
-    lines = list(shown.lines())
-    assert lines[0].startswith(f"recorded: finished {STEPS} steps")
-    assert not any("\n" in line for line in lines)
-    assert shown.over and shown.done == 1.0
-    assert len(shown.decisions.lines) > 10

@@ -74,24 +74,6 @@ def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
         assert row.metrics["reward/infrastructure"] == 0  # errors raised by the task are its own
 
 
-def test_counts_of_all_rows_add_up_to_those_of_the_run(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
-) -> None:
-    stats = stats_of(bus, recorded.topics)
-    trained = sum(_number(row, "groups/trained") for row in _steps(rows))
-    assert trained == stats.outcomes["trained"] == STEPS * 4
-    assert (
-        sum(_number(row, "migrations/decided") for row in _steps(rows))
-        <= stats.migrations["decided"]
-    )
-    assert _number(_steps(rows)[-1], "workers/lost") <= sum(stats.lost.values())
-    assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
-
-
-def _number(row: Row, name: str) -> float:
-    return row.metrics.get(name, 0.0)
-
-
 def test_an_evaluation_has_a_row_at_its_version(
     rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:

@@ -3,18 +3,12 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.arithmetic import COUNT_MAX, WORDS, Arithmetic
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
 
 ROW = {"start": 3, "step": 7, "count": 3}
 ANSWER = "c3 0 c2 7 c1 4 = 4"
-
-rows = st.fixed_dictionaries(
-    {"start": st.integers(0, 9), "step": st.integers(0, 9), "count": st.integers(1, COUNT_MAX)}
-)
 
 
 def test_prompt_and_perfect_answer_of_a_row() -> None:
@@ -29,14 +23,6 @@ def test_prompt_and_perfect_answer_of_a_row() -> None:
 )
 def test_only_the_right_sum_behind_the_last_equals_sign_counts(text: str) -> None:
     assert Arithmetic().reward(ROW, text, [text]) == 0.0
-
-
-@given(row=rows)
-def test_perfect_answers_are_right_and_as_long_as_the_count_says(row: dict[str, int]) -> None:
-    answer = Arithmetic(noise=0.0).answer(row, random.Random(1))
-    assert Arithmetic().reward(row, answer, [answer]) == 1.0
-    assert len(answer.split()) == 2 * row["count"] + 2
-    assert set(answer.split()) <= set(WORDS)
 
 
 def test_share_of_wrong_sums_is_the_noise() -> None:

@@ -20,7 +20,6 @@ from dora_pipe.producers.tasks.calculator import (
     WORDS,
     Calculator,
     CalculatorTask,
-    calculator,
     read_turn,
 )
 from dora_pipe.producers.tasks.messages import normal
@@ -94,15 +93,6 @@ def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
 # A tool and a chat template.
 
 TOOLED = CalculatorTask(tools=True, noise=0.5)
-
-
-def test_a_row_with_tools_is_a_message_and_a_function() -> None:
-    row = TOOLED.rows("train")[0]
-    message = TOOLED.prompt(row)[0]
-    assert message == {"role": "user", "content": Calculator().reset(row).removesuffix(" |")}
-    assert (TOOLED.environment(row), TOOLED.tools(row)) == (None, [calculator])
-    assert CalculatorTask().tools(row) == []
-    assert TOOLED.rows("train") == CalculatorTask().rows("train")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, load_config
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
-from dora_pipe.producers.rewards.registry import Rewards, open_rewards
+from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
@@ -46,22 +46,6 @@ def everything(
     return 0.5
 
 
-def row_and_turns(row: Row, turns: Any) -> float:
-    return float((row, turns) == (ROW, SAID.turns))
-
-
-def row_and_messages(row: Row, messages: Any) -> float:
-    return float((row, messages) == (ROW, SAID.messages))
-
-
-def row_and_answer(row: Row, answer: Any) -> float:
-    return float((row, answer) == (ROW, "42"))
-
-
-def row_and_completion(row: Row, completion: Any) -> float:
-    return float((row, completion) == (ROW, SAID))
-
-
 def other_and_answer(question: Any, answer: Any) -> float:
     raise AssertionError
 
@@ -73,14 +57,6 @@ def with_parts(text: str) -> Reward:
 async def slow(text: str) -> float:
     await asyncio.sleep(0)
     return 0.25
-
-
-async def hangs(text: str) -> float:
-    try:
-        await asyncio.sleep(3600)
-    finally:
-        STOPPED.append(text)
-    return 0.0
 
 
 STOPPED: list[str] = []
@@ -115,10 +91,6 @@ async def abstains_later(text: str) -> None:
 
 def some_abstain(texts: list[str]) -> list[float | None]:
     return [None if text == "42" else 1.0 for text in texts]
-
-
-def raises(text: str) -> float:
-    raise KeyError("mine")
 
 
 def misspelt(txt: str) -> float:
@@ -178,16 +150,6 @@ def test_a_function_is_given_what_its_parameters_name() -> None:
     assert Rewards([use("everything")]).score(ROW, SAID) == Reward(
         value=0.5, raw=0.5, parts={"everything": 0.5}
     )
-
-
-BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "completion")]
-
-
-@pytest.mark.parametrize("function", BY_NAME)
-def test_arguments_mean_the_same_by_either_key(function: str) -> None:
-    single = open_rewards(model.Task(kind="dataset", reward=f"{HERE}:{function}"))
-    assert single.score(ROW, SAID) == 1.0
-    assert value(Rewards([use(function)]).score(ROW, SAID)) == 1.0
 
 
 def value(scored: Any) -> float:

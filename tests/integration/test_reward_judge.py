@@ -30,8 +30,8 @@ from tests.support.task_pool import score
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
 ROW = {"question": "6 * 7", "prompt": "6 * 7"}
 
-PIECES = 100
-"""Pieces of an answer that drips: 5 s."""
+PIECES = 1200
+"""Pieces of an answer that drips: 60 s."""
 
 Ask = Callable[[str], Reward]
 
@@ -163,8 +163,8 @@ def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) 
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = Endpoint(always("Score: 1"), url=f"http://127.0.0.1:{server.server_port}/v1")
-        with pytest.raises(Retry, match=r"did not answer completely within 0\.2 s"):
-            ask(endpoint, timeout_s=0.2)("42")
+        with pytest.raises(Retry, match=r"did not answer completely within 3 s"):
+            ask(endpoint, timeout_s=3.0)("42")
         assert hung_up.result(60)
         server.shutdown()
 

@@ -184,6 +184,10 @@ def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path)
     check_model(enough, ["vllm"], tmp_path)
     _model(tmp_path, model_type="of another kind")  # only vLLM knows its context memory
     check_model(config, ["vllm"], tmp_path)
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    _model(tmp_path, **latent)
+    with pytest.raises(ConfigError, match="fewer than a context of 512"):
+        check_model(config, ["vllm"], tmp_path)
 
 
 def _model(folder: Path, **changes: Any) -> None:

@@ -162,7 +162,8 @@ def need_kv_room(
     """Raise ConfigError if the KV cache cannot hold a context besides vLLM's reserved block."""
     config = read_config(model_dir)
     family = config.get("model_type")
-    if not settings.kv_cache_gb or family not in FAMILIES or window_of(config, family) is not None:
+    full = family in FAMILIES and window_of(config, family) is None
+    if not settings.kv_cache_gb or not (full or "kv_lora_rank" in config):
         return  # All slots fit, or only vLLM knows the size.
     block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
     parts = settings.gpus

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.config import describe
+from dora_pipe.config.changes import kind_of
 from dora_pipe.config.describe import dump_toml, toml
 from dora_pipe.config.load import from_plain, leaves, load_config
 from tests.support.config_reference import page
@@ -20,6 +21,19 @@ def test_every_key_stands_on_the_page_with_a_meaning() -> None:
     rows = [line.partition("): ") for line in page().splitlines() if line[:3] == "- `"]
     assert len(rows) == len(leaves(SMALL))
     assert [row[0] for row in rows if not row[2]] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("run.steps", "logged"),
+        ("run.seed", "frozen"),
+        ("evaluation.sampling.top_k", "frozen"),
+        ("workers.max_num_seqs", "free"),
+    ],
+)
+def test_kind_of_a_key(key: str, kind: str) -> None:
+    assert kind_of(key) == kind
 
 
 def test_shown_configuration_has_every_key_under_its_meaning() -> None:

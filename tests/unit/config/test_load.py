@@ -106,6 +106,11 @@ def test_several_sources_of_data_are_paths_globs_and_names_of_the_hub(file: Path
         load_config(file, ["task.data=[3]"])
 
 
+def test_addresses_of_kafka_stay_as_they_are(file: Path) -> None:
+    url = "kafka://one:9092,two:9092"
+    assert load_config(file, [f"bus.url={url}"]).bus.url == url
+
+
 def test_evaluation_samples_as_training_where_it_does_not_say_otherwise(file: Path) -> None:
     file.write_text(
         SMALL + "[sampling]\ntop_k = 5\nmax_tokens = 9\n[evaluation.sampling]\ntop_k = 7\n"
@@ -148,6 +153,10 @@ def test_overrides_are_toml_values_and_bare_words_are_strings(file: Path) -> Non
 def test_the_value_of_a_key_that_is_a_text_is_a_text(file: Path, name: str) -> None:
     assert load_config(file, [f"run.name={name}"]).run.name == name
     assert load_config(file, [f'run.name = "{name}"']).run.name == name
+
+
+def test_later_override_wins(file: Path) -> None:
+    assert load_config(file, ["run.steps=7", "run.steps=8"]).run.steps == 8
 
 
 def test_path_of_an_override_is_seen_from_where_the_command_runs(

@@ -10,7 +10,7 @@ from dora_pipe.config.changes import FROZEN, LOGGED, with_settings
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, load_config
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import Config, Objective
-from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, FOR_GOOD, uses
+from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, FOR_GOOD, settled, uses
 from dora_pipe.consumers.learners.settings import step_settings
 from dora_pipe.core.errors import ConfigError
 from tests.support.configs import plain_config
@@ -143,6 +143,14 @@ def test_set_keeps_the_other_keys_of_the_same_kind() -> None:
 def test_set_refuses_a_key_that_the_kind_does_not_use() -> None:
     with pytest.raises(ValueError, match="does not use it"):
         with_settings(config(kind="topr"), {"objective.clip_low": 0.1})
+
+
+def test_key_that_was_changed_is_not_forgotten() -> None:
+    assert settled({"kind": "grpo", "mask": "none"}, {"mask_low": 0.1}) == {
+        "kind": "grpo",
+        "mask": "none",
+        "mask_low": 0.1,
+    }
 
 
 # A user's objective: not imported here.

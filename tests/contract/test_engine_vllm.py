@@ -24,7 +24,6 @@ from tests.support.engine_prefixes import since
 from tests.support.vllm_servers import (
     CONTEXT_TOKENS,
     SLOTS,
-    held,
     need_vllm,
     open_shared,
     running_server,
@@ -229,14 +228,17 @@ def reused(engine: Any, asked: EngineRequest) -> int:
     return spent.reused
 
 
-def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> None:
+def test_weights_that_another_worker_has_loaded_break_the_promise(vllm: Subject) -> None:
     engine: Any = vllm.open(slots=2)
-    with held(engine):
-        engine.add(request("r", [5, 6], max_tokens=3))
-        engine._server._call("POST", "/update_weight_version", {"new_version": "another"})
-    with pytest.raises(InvariantBroken, match="another"):
-        while engine.active:
-            engine.step()
+    path, digest = vllm.policies[1]
+    engine._server.read(path, version=1, digest=digest)
+    engine._server.replace(digest, "1:another")
+    for settings in ({}, {"top_k": 5}, {"temperature": 0.0}):
+        engine.add(request("r", [5, 6], max_tokens=3, **settings))
+        with pytest.raises(InvariantBroken, match="sampled from other weights"):
+            while engine.active:
+                engine.step()
+        engine.cancel("r")
 
 
 def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.simulated import mix64
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts, is_seen, opened
+from dora_pipe.producers.engines.vllm.wire import BOTH, RANDOM, policy_mark
 from dora_pipe.schemas.routes import Routes
 from dora_pipe.store.safetensors_file import read_manifest
 
@@ -59,7 +60,7 @@ class FakeVllm(ThreadingHTTPServer):
             "max_resident_versions": 1,
             "sleeps": True,
         }
-        self.label, self.held = "default", ""
+        self.label, self.held, self.loaded = "default", "", RANDOM
         self.asleep: set[str] = set()
         """vLLM's names of released memory."""
         self.kv = CacheFacts(layout="fake", dtype="<f4", layers=1, heads=2, width=1)
@@ -95,7 +96,8 @@ class FakeVllm(ThreadingHTTPServer):
         """By seed: tokens after which a stream waits for `release`."""
         self.release = threading.Event()
         self.trouble: dict[int, Any] = {}
-        """By seed: "refuse", "error", "cut", "nan", "silent end" or a label for all tokens."""
+        """By seed: "refuse", "error", "cut", "nan", "silent end", "other weights" or "other
+        adapter"."""
         self.chunk_s = 0.0
         """Seconds between chunks; 0: a stream ends when its second token is read."""
         self.healthy = True
@@ -165,7 +167,7 @@ class FakeVllm(ThreadingHTTPServer):
         method, words = body["method"], body.get("args", [])
         if method == "dora_open":
             self.opened = words
-            return self.facts
+            return self.facts | {"weights": self.loaded}
         if method == "dora_experts":
             self.gone += json.loads(words[1])
             return {"parts": [experts(load["start"], load["end"]) for load in json.loads(words[0])]}
@@ -270,6 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
                 server.asleep -= set(parse_qs(urlsplit(self.path).query)["tags"])
             if path == "/update_weights":
                 assert "weights" not in server.asleep
+                server.loaded = server.held
             if path == "/finish_weight_update":
                 server.label = body["weight_version"]
             self._answer({"status": "done"})
@@ -324,12 +327,12 @@ class _Handler(BaseHTTPRequestHandler):
         self, body: dict[str, Any], trouble: Any, abort: threading.Event, number: int
     ) -> None:
         server = self.server
-        tokens, finish = _tokens(body, body.get("model", server.label))
-        for token in tokens:
-            token["rank"] = 1 if trouble == "other adapter" else number or None
+        weights = "c0ffee0" if trouble == "other weights" else server.loaded
+        mark = policy_mark(weights, 1 if trouble == "other adapter" else number)
+        tokens, finish = _tokens(body, body.get("model", server.label), mark)
         if trouble == "nan":
             tokens[1]["logprob"] = -9999.0
-        hold, label, sent = server.hold_after.get(body["sampling_params"]["seed"]), server.label, 0
+        hold, sent = server.hold_after.get(body["sampling_params"]["seed"]), 0
         while sent < len(tokens):
             if trouble == "error":
                 self._event({"error": {"message": "it broke", "code": 500}})
@@ -341,11 +344,10 @@ class _Handler(BaseHTTPRequestHandler):
                     if server.release.is_set() or abort.wait(0.01):
                         break
             if abort.is_set():
-                self._choice(tokens[:0], "abort", label, sent)
+                self._choice(tokens[:0], "abort")
                 return
             last = upto == len(tokens) and trouble not in ("cut", "silent end")
-            named = trouble if trouble and trouble.startswith("label ") else label
-            self._choice(tokens[sent:upto], finish if last else None, named, upto)
+            self._choice(tokens[sent:upto], finish if last else None)
             sent = upto
         if last and body.get("stream_options", {}).get("include_usage"):
             usage = {
@@ -354,18 +356,15 @@ class _Handler(BaseHTTPRequestHandler):
             }
             self._event({"request_id": "x", "choices": [], "usage": usage})
 
-    def _choice(self, tokens: list[Any], finish: str | None, label: str, count: int) -> None:
-        spans = [{"version": label, "start": 0, "end": count}] if finish else None
+    def _choice(self, tokens: list[Any], finish: str | None) -> None:
         choice: dict[str, Any] = {
             "index": 0,
             "token_ids": [token["token_id"] for token in tokens],
             "logprobs": {"content": tokens},
             "finish_reason": finish,
-            "weight_versions": spans,
         }
         if self.server.stock is not None:
             choice["logprobs"] = {"token_logprobs": [token["logprob"] for token in tokens]}
-            del choice["weight_versions"]
         self._event({"request_id": "x", "choices": [choice]})
 
     def _event(self, value: object) -> None:
@@ -395,16 +394,16 @@ def _weights(label: str) -> int:
     return mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))
 
 
-def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
+def _tokens(body: dict[str, Any], label: str, mark: int) -> tuple[list[dict[str, Any]], str]:
     params, result = body["sampling_params"], []
     seed = params["seed"] if params["temperature"] else 0
     weights = _weights(label)
     for position in range(len(body["token_ids"]), len(body["token_ids"]) + params["max_tokens"]):
         drawn = mix64(mix64(seed) ^ weights ^ position)
         token, logprob = drawn % VOCABULARY, -(drawn >> 40) / 2**22 - 0.125
-        places = [{"token_id": token, "logprob": logprob}]
-        if params["logprobs"] == 2:
-            places.append({"token_id": -1, "logprob": logprob / 2})
+        places = [{"token_id": token, "logprob": logprob}, {"token_id": mark, "logprob": logprob}]
+        if params["logprobs"] == BOTH:
+            places[1]["logprob"] /= 2
         result.append({"token_id": token, "logprob": logprob, "top_logprobs": places})
         if token in params["stop_token_ids"]:
             return result, "stop"

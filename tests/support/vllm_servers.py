@@ -140,8 +140,8 @@ def start_server(
 
 _STOCK = """
 import asyncio, os, sys
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

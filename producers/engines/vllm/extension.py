@@ -66,7 +66,8 @@ class Extension:
         if lacking:
             return {"error": lacking}
         ids = msgspec.json.decode(unassigned, type=list[int])
-        self.model_runner.sampler = ServerSampler(self.model_runner, ids)
+        engine = self.weight_transfer_engine
+        self.model_runner.sampler = ServerSampler(self.model_runner, engine, ids)
         _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
             return {"error": "routing is split over processes (pipeline_parallel_size)"}
@@ -87,6 +88,7 @@ class Extension:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "lora_rank": lora.max_lora_rank if lora is not None else 0,
             "max_resident_versions": lora.max_loras if lora is not None else 1,
+            "weights": engine.loaded,
             "sleeps": config.model_config.enable_sleep_mode,
         }
 

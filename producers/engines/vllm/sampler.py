@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
@@ -19,9 +20,8 @@ from dora_pipe.producers.engines.vllm.core import device_name, token_seed
 from dora_pipe.producers.engines.vllm.wire import (
     BOTH,
     LOGPROB_TEMPERATURE,
-    NO_TOKEN,
     ROUTES_AS,
-    SAMPLED_FROM,
+    policy_mark,
 )
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
@@ -29,18 +29,19 @@ from dora_pipe.schemas.routes import GrowingRoutes, Routes
 class ServerSampler(Sampler):  # type: ignore[misc]
     """Samples by seed and position, never an `unassigned` token id.
 
-    Log-probs use the request's temperature. With adapters, a token's rank is its adapter's id.
+    Log-probs use the request's temperature. Each comes with the sampler's, under a token id that
+    marks weights and adapter (`policy_mark`).
     """
 
-    def __init__(self, runner: Any, unassigned: Sequence[int]) -> None:
+    def __init__(self, runner: Any, weights: Any, unassigned: Sequence[int]) -> None:
         super().__init__("raw_logprobs")
-        self._runner = runner
+        self._runner, self._weights = runner, weights
         self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
         self._plain: Any = self.topk_topp_sampler
         self._both: Any = TopKTopPSampler("processed_logprobs")
         self._own_generator = device_name() == "cpu"
         self._chosen: Any = None
-        """Sampler log-probs of the last step."""
+        """Sampler log-probs of this step, if a request needs them."""
         self.heard: KeptRoutes | None = None
         """Records experts, if enabled."""
 
@@ -51,17 +52,18 @@ class ServerSampler(Sampler):  # type: ignore[misc]
         both = (sampling_metadata.max_num_logprobs or 0) >= BOTH  # one more softmax
         self.topk_topp_sampler: Any = self._both if both else self._plain
         self._chosen = None
-        output = super().forward(logits, sampling_metadata, *rest, **named)
-        tensors = output.logprobs_tensors
-        if self._chosen is not None:
-            tensors.logprob_token_ids[:, 1] = SAMPLED_FROM
-            tensors.logprob_token_ids[:, 2:] = NO_TOKEN  # else a duplicate with another rank
-            tensors.logprobs[:, 1] = self._chosen
-        if tensors is not None and self._runner.lora_config is not None:
-            batch = self._runner.input_batch
-            under = torch.from_numpy(batch.request_lora_mapping[: batch.num_reqs])
-            tensors.selected_token_ranks.copy_(under)
-        return output
+        return super().forward(logits, sampling_metadata, *rest, **named)
+
+    def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+        """Return two log-probs per row in place of the most likely tokens' (vLLM's columns)."""
+        batch = self._runner.input_batch
+        adapters = torch.from_numpy(batch.request_lora_mapping[: len(token_ids)])
+        marks = (policy_mark(self._weights.loaded, 0) - adapters).to(logprobs.device)
+        own = logprobs.gather(-1, token_ids[:, None])
+        chosen = own if self._chosen is None else self._chosen
+        ids = torch.cat((token_ids[:, None], marks[:, None].expand(-1, num_logprobs)), dim=1)
+        values = torch.cat((own, chosen.expand(-1, num_logprobs)), dim=1)
+        return LogprobsTensors(ids.to(torch.int32), values, torch.zeros_like(token_ids))
 
     def compute_logprobs(self, logits: Any) -> Any:
         return super().compute_logprobs(_at_their_temperature(self._runner, logits))
@@ -76,7 +78,7 @@ class ServerSampler(Sampler):  # type: ignore[misc]
             generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
         sampled, processed = super().sample(logits, metadata, override)
         if processed is not None:
-            self._chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten()
+            self._chosen = processed.gather(-1, sampled.long().view(-1, 1))
         if self.heard is not None:
             self.heard.note()
         return sampled, None

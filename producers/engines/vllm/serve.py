@@ -205,7 +205,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
 
 def vllm_parser() -> Any:
     """Return vLLM's parser, which raises ConfigError. An abbreviation would evade `check_args`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))

@@ -6,8 +6,8 @@ dropped when a request leaves or weights change; seed and position draw them aga
 request into vLLM is one attempt.
 
 A load first checks the file (`dora_read`), which may reject it. Then /pause aborts all requests,
-vLLM loads under a label of version and digest, clears its prefix cache, and /resume continues.
-Tokens with another label, or another adapter, raise InvariantBroken.
+vLLM loads, clears its prefix cache, and /resume continues. The sampler marks each token with its
+weights and adapter (`wire.policy_mark`). Tokens with another mark raise InvariantBroken.
 
 KV caches are exchanged through files (`kv_remote`). A request that has ended in the server is not
 exported; the next steps emit its last tokens.
@@ -107,6 +107,8 @@ class VllmRequest(RunningRequest):
     """vLLM's id of the adapter; 0 without one."""
     weights: str = ""
     """Weights digest of its version."""
+    mark: int = 0
+    """Mark of its tokens."""
     kv: Kv | None = None
     """Imported KV cache, until an attempt starts from it."""
     cached: int = 0
@@ -232,7 +234,7 @@ class VllmEngine(EngineBase[VllmRequest]):
                 name for name, has in capabilities.items() if has and not facts.stock
             )
             if not facts.stock:
-                self._warm_up(self._server.label())
+                self._warm_up()
             undo.pop_all()
 
     def _set_up(self, args: Mapping[str, Any], *, sleep: bool) -> None:
@@ -251,7 +253,9 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._attempts, self._last_data_ns = 0, 0
         self._ended_attempts: list[str] = []  # finished attempts with experts in the server
         self._label = ""
-        """Label of the loaded weights; empty before and during a load."""
+        """Version and digest of the loaded weights; empty before and during a load."""
+        self._weights = facts.weights
+        """Digest of the server's weights."""
         self._asleep = False
         if sleep and self.device == "cpu":
             LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
@@ -362,11 +366,9 @@ class VllmEngine(EngineBase[VllmRequest]):
                 self._fail(stream, chunk.error.message)
             for choice in chunk.choices:
                 tokens = wire.tokens_of(choice, stream.row.request.params)
-                self._check_adapter(stream, tokens)
+                self._check_marks(stream.row, tokens)
                 stream.tokens += tokens
-                if choice.finish_reason is not None:
-                    stream.reason = choice.finish_reason
-                    self._check_weights(stream, choice.weight_versions or ())
+                stream.reason = choice.finish_reason or stream.reason
             if chunk.usage is not None:
                 self._count(chunk.usage)
                 stream.finish = stream.reason
@@ -412,21 +414,13 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._ask_routes([row])
         return row.emit()
 
-    def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
-        labels = [span.version for span in spans]
-        if set(labels) - {self._label}:
+    def _check_marks(self, row: VllmRequest, tokens: Iterable[wire.Token]) -> None:
+        other = next((token.mark for token in tokens if token.mark != row.mark), row.mark)
+        if other != row.mark and not self.stock:
             raise InvariantBroken(
-                f"{stream.row.request.request}: vLLM sampled from weights {labels},"
-                f" expected {self._label!r}"
-            )
-
-    def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
-        adapter = stream.row.adapter
-        odd = next((token.under for token in tokens if token.under != adapter), adapter)
-        if self._versions.adapters and odd != adapter:
-            raise InvariantBroken(
-                f"{stream.row.request.request}: vLLM sampled under adapter {odd}, asked for was"
-                f" {adapter}"
+                f"{row.request.request}: vLLM sampled from other weights or another adapter: mark"
+                f" {other}, expected {row.mark} ({self._label}, adapter {row.adapter})",
+                hint=SHARED,
             )
 
     def _reject(self, stream: Stream, message: str) -> None:
@@ -446,6 +440,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         row.attempt, row.cached = f"{self._prefix}-{self._attempts}", 0
         version = self._versions.of(row.request)
         row.adapter, row.weights = version.number, version.digest
+        row.mark = wire.policy_mark(self._weights, row.adapter)
         salt, kv = self._salt(version.name), ""
         if row.kv is not None:
             salt = row.attempt  # never share an imported cache
@@ -516,7 +511,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._server.replace(digest, label)
         if self._asleep:  # weights first: a GPU need not hold KV caches and load buffers at once
             self._server.wake(KV_TAG)
-        self._label, self._asleep = label, False
+        self._label, self._weights, self._asleep = label, digest, False
 
     def _release_memory(self) -> None:
         if SLEEP not in self.declares:
@@ -544,11 +539,11 @@ class VllmEngine(EngineBase[VllmRequest]):
         remaining = row.request.params.max_tokens - row.sampled
         return min(remaining, self.context_tokens - row.length)
 
-    def _warm_up(self, label: str) -> None:
+    def _warm_up(self) -> None:
         """Run vLLM's first steps, which take seconds, before the worker has a lease to renew."""
         if self.context_tokens == 1:
             return
-        self._label = label
+        self._label = "warm-up"
         warm = SamplingParams(max_tokens=2, temperature=0.7)
         with self._versions.without():
             self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))

@@ -110,6 +110,7 @@ def completion_body(body: dict[str, Any]) -> dict[str, Any]:
         **params,
         "seed": token_seed(params["seed"], len(tokens)),
         "repetition_penalty": 1.0,  # else that of the model's generation config
+        "logprobs": 0,  # of the token alone
         "prompt": tokens,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,

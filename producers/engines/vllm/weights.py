@@ -15,6 +15,7 @@ import torch
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import OpenWeights
+from dora_pipe.producers.engines.vllm.wire import RANDOM
 from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import stored, untied
 
@@ -58,6 +59,8 @@ def _engine_class() -> type[Any]:
 
         init_info_cls, update_info_cls = Init, Digest
         held: tuple[str, Tensors] = ("", {})
+        loaded = RANDOM
+        """Digest of the model's weights."""
 
         def hold(self, digest: str, tensors: Tensors) -> None:
             """Keep tensors until the next update."""
@@ -67,6 +70,7 @@ def _engine_class() -> type[Any]:
             pass
 
         def start_weight_update(self) -> None:
+            self.loaded = RANDOM
             if self.device.type == "cpu":
                 pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
@@ -79,6 +83,7 @@ def _engine_class() -> type[Any]:
             if digest != update_info.digest:
                 raise ValueError(f"held are the weights {digest!r}")
             self.model.load_weights(on_device(tensors, self.device))
+            self.loaded = digest
 
         def finish_weight_update(self) -> None:
             self.held = ("", {})

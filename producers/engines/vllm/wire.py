@@ -25,11 +25,11 @@ UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 ID_PREFIX: Final = "generate-tokens-"
 """vLLM adds it to GENERATE ids; aborts need the full id."""
 
-SAMPLED_FROM: Final = -1
-"""Token id that marks the sampler's log-prob; streams have no other field for it."""
+RANDOM: Final = "0"
+"""Stands for the digest of the weights that a server starts with."""
 
-NO_TOKEN: Final = -2
-"""Token id that marks unused log-probs."""
+MARK_DIGITS: Final = 7
+"""Hexadecimal digits of a digest in a mark, which has 32 bits."""
 
 LOGPROB_TEMPERATURE: Final = "logprob_temperature"
 """Key of `extra_args`: divisor of the logits for log-probs."""
@@ -44,8 +44,11 @@ KV_COPIED: Final = "copied"
 KV_ENDED: Final = "ended"
 """Result of copying a KV cache: copied, or the request is unknown or ended; others: incomplete."""
 
-BOTH: Final = 2
-"""`logprobs` for both kinds: one entry besides the token."""
+MARKED: Final = 2
+"""`logprobs` for the model's log-prob and the mark, each an entry in the stream."""
+
+BOTH: Final = 3
+"""`logprobs` for the sampler's log-prob, too: that of the mark."""
 
 LOGPROB_MIN: Final = -9999.0
 """Value for a log-prob that is not finite."""
@@ -54,16 +57,23 @@ SEED_MASK: Final = (1 << 63) - 1
 """Seeds are signed 64-bit."""
 
 
-class OtherLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    token_id: int
-    logprob: float
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A log-prob under a token id; vLLM 0.31 names it `token_id:ID`."""
+
+    logprob: float | None
+    token_id: int = 0
+    token: str = ""
+
+    @property
+    def id(self) -> int:
+        return int(self.token.partition(":")[2] or self.token_id)
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
-    logprob: float
-    rank: int | None = None
-    """Id of the token's adapter, if any; streams have no other field for it."""
-    top_logprobs: tuple[OtherLogprob, ...] = ()
+    logprob: float | None
+    """None, from vLLM 0.31, if it is not a number."""
+    top_logprobs: tuple[Entry, ...] = ()
+    """The token's own, then its mark's."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,22 +82,12 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The same from /v1/completions."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) from weights with this label."""
-
-    version: str
-    start: int
-    end: int
-
-
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Part of an answer in a chunk."""
 
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: tuple[Span, ...] | None = None
-    """Weights of the whole answer, in the last chunk."""
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +129,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int
     """Maximum adapter rank; 0 without adapters."""
     max_resident_versions: int
+    weights: str = RANDOM
+    """Digest of the loaded weights."""
     sleeps: bool = False
     stock: bool = False
 
@@ -149,12 +151,12 @@ class KeptExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A sampled token; `under` is the adapter's id, or 0."""
+    """A sampled token; `mark` names its weights and adapter, 0 from a stock server."""
 
     token: int
     logprob: float
     sampler_logprob: float
-    under: int
+    mark: int
 
 
 _CHUNK = msgspec.json.Decoder(Chunk)
@@ -184,11 +186,26 @@ def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
         raise ResourceError(f"vLLM's server sent {len(ids)} tokens with {len(drawn)} log-probs")
     tokens: list[Token] = []
     for token, sample in zip(ids, drawn, strict=True):
-        logprob = sample.logprob if sample.logprob > LOGPROB_MIN else float("nan")
-        other = _sampler_logprob(sample, logprob, params)
-        under = sample.rank or 0
-        tokens.append(Token(token=token, logprob=logprob, sampler_logprob=other, under=under))
+        mark = sample.top_logprobs[-1] if sample.top_logprobs else None
+        logprob = _finite(sample.logprob)
+        drawn_with = logprob if mark is None or one_logprob(params) else _finite(mark.logprob)
+        tokens.append(
+            Token(
+                token=token,
+                logprob=logprob,
+                sampler_logprob=0.0 if params.temperature == 0 else drawn_with,
+                mark=0 if mark is None else mark.id,
+            )
+        )
     return tokens
+
+
+def policy_mark(weights: str, adapter: int) -> int:
+    """Return the mark of tokens from weights with this digest and an adapter's id, 0 without one.
+
+    The sampler sends it as a token id with each log-prob. It is negative: no token has it.
+    """
+    return -1 - int(weights[:MARK_DIGITS], 16) - adapter
 
 
 def generate_body(
@@ -224,7 +241,7 @@ def generate_body(
             "stop_token_ids": list(params.stop_ids),
             "ignore_eos": True,
             "detokenize": False,
-            "logprobs": 0 if one_logprob(params) else BOTH,
+            "logprobs": MARKED if one_logprob(params) else BOTH,
             **({"skip_reading_prefix_cache": True} if skip_prefix_cache else {}),
             **extra_args(params, attempt, kv),
         },
@@ -248,18 +265,8 @@ def one_logprob(params: SamplingParams) -> bool:
     return params.temperature == 0 or params.plain
 
 
-def _sampler_logprob(drawn: Drawn, logprob: float, params: SamplingParams) -> float:
-    if params.temperature == 0:
-        return 0.0
-    if params.plain:
-        return logprob
-    for other in drawn.top_logprobs:
-        if other.token_id == SAMPLED_FROM:
-            return other.logprob
-    raise ResourceError(
-        "vLLM's server did not send the log-prob that a token was drawn with",
-        hint="check that no other engine uses this server",
-    )
+def _finite(logprob: float | None) -> float:
+    return float("nan") if logprob is None or logprob <= LOGPROB_MIN else logprob
 
 
 def quoted(answer: bytes) -> str:

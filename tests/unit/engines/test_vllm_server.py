@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from dora_pipe.producers.engines.engine import (
     EngineEvent,
     PromptTokens,
     RequestFinished,
+    SamplingParams,
     TokensSampled,
 )
 from dora_pipe.producers.engines.vllm import server as vllm_server
+from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.schemas.routes import Routes
@@ -136,12 +139,10 @@ def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Su
         "stop_token_ids": [9],
         "ignore_eos": True,
         "detokenize": False,
-        "logprobs": 2,
+        "logprobs": 3,
     }
-    assert (greedy["sampling_params"]["max_tokens"], greedy["sampling_params"]["logprobs"]) == (
-        28,
-        0,
-    )
+    assert greedy["sampling_params"]["max_tokens"] == 28
+    assert greedy["sampling_params"]["logprobs"] == 2
     assert drawn["request_id"] != greedy["request_id"]
 
 
@@ -179,7 +180,7 @@ def test_request_names_the_temperature_of_its_log_probs_where_it_is_not_one(
         engine.step()
     (asked,) = server.last_bodies(1)
     assert asked["sampling_params"]["extra_args"] == {"logprob_temperature": 0.7}
-    assert asked["sampling_params"]["logprobs"] == 0  # also gives the log-prob of the sampled token
+    assert asked["sampling_params"]["logprobs"] == 2
 
 
 def test_prompts_of_ended_requests_are_counted_as_the_server_says(
@@ -218,7 +219,6 @@ def test_weights_change_behind_a_pause_in_vllms_own_order(
         "/update_weights",
         "/finish_weight_update",
         "/reset_prefix_cache",
-        "/weight_info",
         "/resume",
     ]
     assert server.label == "7:" + "b" * 16
@@ -319,11 +319,26 @@ def test_request_that_goes_wrong_ends_alone_with_what_was_said(
 
 def test_tokens_of_other_weights_break_the_promise(server: FakeVllm, subject: Subject) -> None:
     engine = _open(subject)
-    server.trouble = {1: "label 9:other"}
+    server.trouble = {1: "other weights"}
     engine.add(request("r", [5], seed=1, max_tokens=3))
-    with pytest.raises(InvariantBroken, match="9:other"):
+    with pytest.raises(InvariantBroken, match=r"r: vLLM sampled from other weights.*0:aaaa"):
         while engine.active:
             engine.step()
+
+
+def test_log_probs_of_vllm_0_31_are_read_by_their_names() -> None:
+    own = {"token": "token_id:7", "logprob": -0.5}
+    drawn = {
+        **own,
+        "bytes": None,
+        "top_logprobs": [own, {"token": "token_id:-4", "logprob": -0.25}],
+    }
+    no_number = {"token": "token_id:8", "logprob": None}
+    choice = {"token_ids": [7, 8], "logprobs": {"content": [drawn, no_number]}}
+    (read,) = wire.read_chunk(msgspec.json.encode({"choices": [choice]})).choices
+    first, second = wire.tokens_of(read, SamplingParams(top_k=3))
+    assert first == wire.Token(token=7, logprob=-0.5, sampler_logprob=-0.25, mark=-4)
+    assert math.isnan(second.logprob) and second.mark == 0
 
 
 def test_connection_that_breaks_is_one_error_of_the_server(

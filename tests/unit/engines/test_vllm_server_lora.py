@@ -113,7 +113,7 @@ def test_tokens_of_another_adapter_break_the_promise(served: Served) -> None:
     engine = served.serving(0, 1)
     served.server.trouble = {7: "other adapter"}
     engine.add(under(1, seed=7))
-    with pytest.raises(InvariantBroken, match="r1: vLLM sampled under adapter 1, asked for was 2"):
+    with pytest.raises(InvariantBroken, match=r"r1: vLLM sampled .* adapter 2\)"):
         while engine.active:
             engine.step()
 

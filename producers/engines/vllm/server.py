@@ -107,8 +107,6 @@ class VllmRequest(RunningRequest):
     """vLLM's id of the adapter; 0 without one."""
     weights: str = ""
     """Weights digest of its version."""
-    mark: int = 0
-    """Mark of its tokens."""
     kv: Kv | None = None
     """Imported KV cache, until an attempt starts from it."""
     cached: int = 0
@@ -242,7 +240,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         self.version = facts.version + described(args)
         self.device, self.dtype, self.stock = facts.device, facts.dtype, facts.stock
         if not facts.version.startswith(TESTED):
-            LOG.warning("vLLM %s is untested; tested: %sx", facts.version, TESTED)
+            LOG.warning("vLLM %s is untested; tested: %s", facts.version, "x, ".join(TESTED) + "x")
         self._vocabulary = facts.vocabulary
         self._prefix_cache = args.get("enable_prefix_caching", True) and not facts.stock
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
@@ -415,11 +413,12 @@ class VllmEngine(EngineBase[VllmRequest]):
         return row.emit()
 
     def _check_marks(self, row: VllmRequest, tokens: Iterable[wire.Token]) -> None:
-        other = next((token.mark for token in tokens if token.mark != row.mark), row.mark)
-        if other != row.mark and not self.stock:
+        mark = wire.policy_mark(self._weights, row.adapter)
+        other = next((token.mark for token in tokens if token.mark != mark), mark)
+        if other != mark and not self.stock:
             raise InvariantBroken(
                 f"{row.request.request}: vLLM sampled from other weights or another adapter: mark"
-                f" {other}, expected {row.mark} ({self._label}, adapter {row.adapter})",
+                f" {other}, expected {mark} ({self._label}, adapter {row.adapter})",
                 hint=SHARED,
             )
 
@@ -440,7 +439,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         row.attempt, row.cached = f"{self._prefix}-{self._attempts}", 0
         version = self._versions.of(row.request)
         row.adapter, row.weights = version.number, version.digest
-        row.mark = wire.policy_mark(self._weights, row.adapter)
         salt, kv = self._salt(version.name), ""
         if row.kv is not None:
             salt = row.attempt  # never share an imported cache

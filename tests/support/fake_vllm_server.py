@@ -96,8 +96,7 @@ class FakeVllm(ThreadingHTTPServer):
         """By seed: tokens after which a stream waits for `release`."""
         self.release = threading.Event()
         self.trouble: dict[int, Any] = {}
-        """By seed: "refuse", "error", "cut", "nan", "silent end", "other weights" or "other
-        adapter"."""
+        """By seed: refuse, error, cut, nan, silent end, other weights, other adapter."""
         self.chunk_s = 0.0
         """Seconds between chunks; 0: a stream ends when its second token is read."""
         self.healthy = True

@@ -26,7 +26,7 @@ ID_PREFIX: Final = "generate-tokens-"
 """vLLM adds it to GENERATE ids; aborts need the full id."""
 
 RANDOM: Final = "0"
-"""Stands for the digest of the weights that a server starts with."""
+"""Replaces the digest of the weights that a server starts with."""
 
 MARK_DIGITS: Final = 7
 """Hexadecimal digits of a digest in a mark, which has 32 bits."""
